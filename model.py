@@ -1,0 +1,285 @@
+"""Llama 3 on one device. This file knows nothing of ranks: parallelism is applied from outside.
+
+    tokens (B, T) -> tok_embeddings -> block 0 -> ... -> block L-1 -> norm -> output -> (B, T, V)
+
+    block:  x = x + attention(attention_norm(x))          attention: wq wk wv -> RoPE -> core -> wo
+            x = x + feed_forward(ffn_norm(x))             SwiGLU: w2(silu(w1 x) * w3 x)
+
+Letters in shape comments, here and in the other files:
+
+    B batch    T sequence    D dim    H query heads    K kv heads    Dh head_dim
+    F ffn      V vocabulary  L layers N parameters
+
+What the other files rely on, and a fork must keep:
+
+    * `tok_embeddings`, `norm` and `output` may each be None and `layers` is a ModuleDict keyed by
+      the global layer number, so a pipeline stage is this model with modules removed, and a name
+      such as layers.17.attention.wq.weight means the same tensor on any mesh;
+    * a block takes and returns plain tensors: (B, T, D) and the RoPE table -> (B, T, D);
+    * attention infers its number of heads from the width of wq's and wk's output, so that tensor
+      parallelism may hand it a share of them;
+    * `attention.core` is the part between RoPE and wo; context parallelism replaces it;
+    * `draw_weight(name, ...)` is the only source of initial weights: they depend on the seed and
+      the parameter's name, never on how many ranks there are.
+
+RoPE uses the half-split layout of Hugging Face: element j of a head is rotated with element
+j + Dh/2. The paper's system pairs neighbours (2j, 2j + 1); the two are the same model with wq and
+wk permuted, and with this one Hugging Face weights need no permutation.
+
+Left out: dropout and biases (Llama 3 has none), KV caching (this trains), document masks.
+
+Sources: Llama 3 (arXiv 2407.21783) §3.2 and table 3; RoPE (arXiv 2104.09864); GQA (arXiv
+2305.13245); SwiGLU (arXiv 2002.05202); TorchTitan (arXiv 2410.06511) §2.1.1 and Appendix A.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# ---- 1. Configurations -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Llama. `head_dim` is dim / n_heads; every linear is without bias."""
+
+    dim: int  # D
+    n_layers: int  # L
+    n_heads: int  # H
+    n_kv_heads: int  # K, groups of H / K query heads share one key and value head
+    ffn_dim: int  # F
+    vocab_size: int = 128256  # V
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_factor: float = 8.0  # Llama 3.1's stretch of the long wavelengths; 1 switches it off
+    rope_original_seq_len: int = 8192  # context length before the stretch
+    tied_embeddings: bool = False  # output.weight is tok_embeddings.weight
+
+    @property
+    def head_dim(self):
+        return self.dim // self.n_heads
+
+
+MODELS = {
+    # the debug model: 6,163,712 parameters, small enough for a laptop, all parts present
+    "debug": ModelConfig(256, 6, 16, 16, 768, vocab_size=2048),
+    # Llama 3.2
+    "1b": ModelConfig(2048, 16, 32, 8, 8192, rope_factor=32.0, tied_embeddings=True),
+    "3b": ModelConfig(3072, 28, 24, 8, 8192, rope_factor=32.0, tied_embeddings=True),
+    # Llama 3.1
+    "8b": ModelConfig(4096, 32, 32, 8, 14336),
+    "70b": ModelConfig(8192, 80, 64, 8, 28672),
+    "405b": ModelConfig(16384, 126, 128, 8, 53248),
+}
+
+
+def count_parameters(config):
+    """Number of parameters N; tied embeddings count once."""
+    attention = 2 * config.dim * config.head_dim * (config.n_heads + config.n_kv_heads)
+    block = attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
+    embeddings = config.vocab_size * config.dim * (1 if config.tied_embeddings else 2)
+    return config.n_layers * block + embeddings + config.dim
+
+
+def flops_per_token(config, seq_len):
+    """Model FLOPs of one token's forward and backward: 6 (N - N_emb) + 6 L H (2 Dh) T.
+
+    A multiply-add is 2 FLOPs and the backward pass costs twice the forward, hence 6 per parameter
+    that multiplies; looking an embedding up multiplies nothing. Attention is counted in full,
+    without a discount for causality, and recomputation is not counted, as MFU is defined in PaLM
+    (arXiv 2204.02311, Appendix B).
+    """
+    lookups = 0 if config.tied_embeddings else config.vocab_size * config.dim
+    matmul = 6 * (count_parameters(config) - lookups)
+    attention = 6 * config.n_layers * config.n_heads * 2 * config.head_dim * seq_len
+    return matmul + attention
+
+
+# ---- 2. Rotary positions -----------------------------------------------------------------------
+
+
+def rope_frequencies(config):
+    """Angle per position of each rotated pair, in radians: float64 (Dh/2,).
+
+    theta^(-2j/Dh), and from Llama 3.1 on stretched for long contexts: wavelengths above the
+    original context are lengthened by `rope_factor`, those below a quarter of it are kept, and in
+    between the frequency is blended linearly in (original context / wavelength).
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    frequencies = config.rope_theta**-exponents
+    if config.rope_factor == 1.0:
+        return frequencies
+    low, high = 1.0, 4.0  # how often the original context holds the wavelength, at either end
+    turns = config.rope_original_seq_len * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return keep * frequencies + (1.0 - keep) * frequencies / config.rope_factor
+
+
+def build_rope(config, positions):
+    """Cosines and sines for the given global positions (T,): float32 (2, T, Dh/2)."""
+    frequencies = rope_frequencies(config).to(positions.device)
+    angles = torch.outer(positions.to(torch.float64), frequencies)
+    return torch.stack([angles.cos(), angles.sin()]).float()
+
+
+def apply_rope(x, rope):
+    """Rotate (B, T, heads, Dh) by its positions' angles, computed in at least float32."""
+    cos, sin = rope[:, : x.shape[1], None, :]  # (T, 1, Dh/2) each, broadcast over B and heads
+    x1, x2 = x.chunk(2, dim=-1)
+    # bf16 * float32 is float32 and float64 stays float64: precision is never lost here
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).type_as(x)
+
+
+# ---- 3. The transformer ------------------------------------------------------------------------
+
+
+class CausalAttention(nn.Module):
+    """softmax(q k^T / sqrt(Dh)) v with a causal mask: q (B, H, T, Dh), k and v (B, K, T, Dh)."""
+
+    def forward(self, q, k, v):
+        is_grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        self.core = CausalAttention()
+
+    def forward(self, x, rope):
+        B, T, _ = x.shape
+        q = self.wq(x).view(B, T, -1, self.head_dim)  # (B, T, H, Dh); H/tp of them under TP
+        k = self.wk(x).view(B, T, -1, self.head_dim)  # (B, T, K, Dh)
+        v = self.wv(x).view(B, T, -1, self.head_dim)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        y = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, Dh)
+        return self.wo(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # (B, T, D) -> (B, T, F) -> (B, T, D)
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config)
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+
+    def forward(self, x, rope):
+        x = x + self.attention(self.attention_norm(x), rope)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    """The whole model, or a pipeline stage of it when some modules are None.
+
+    Args:    config; seq_len, the number of rows of the RoPE table (tokens).
+    Forward: (B, T) int64 tokens, or (B, T, D) activations where tok_embeddings is None
+             -> (B, T, V) logits, or (B, T, D) where output is None.
+    Note:    build it under `torch.device("meta")`: any size takes milliseconds and no memory. Move
+             it with `to_empty`, then fill parameters from `draw_weight` and call `init_rope`, since
+             meta tensors carry no values.
+    """
+
+    def __init__(self, config, *, seq_len):
+        super().__init__()
+        self.config = config
+        self.seq_len = seq_len
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict(
+            {str(i): TransformerBlock(config) for i in range(config.n_layers)}
+        )
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.tie_embeddings()
+        self.stops_at_norm = False  # True where the loss calls output itself, chunk by chunk
+        self.register_buffer("rope", None, persistent=False)
+        self.init_rope(torch.arange(seq_len))
+
+    def forward(self, x):
+        if self.tok_embeddings is not None:
+            x = self.tok_embeddings(x)  # (B, T) -> (B, T, D)
+        for block in self.layers.values():
+            x = block(x, self.rope)
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.output is not None and not self.stops_at_norm:
+            x = self.output(x)  # (B, T, D) -> (B, T, V)
+        return x
+
+    def init_rope(self, positions):
+        """(Re)make the RoPE table on the positions' device; under CP a rank gives its own."""
+        self.rope = build_rope(self.config, positions)
+
+    def tie_embeddings(self):
+        """Let output share the embedding's weight if the config says so.
+
+        Sharding and `to_empty` replace parameters one module at a time, and so untie them without
+        an error: call this again after each.
+        """
+        if self.config.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+
+# ---- 4. Initial weights ------------------------------------------------------------------------
+
+
+def weight_std(name, config):
+    """Standard deviation a parameter is drawn with, by its name (std of norms: None, they are 1).
+
+    The two linears that add to the residual stream, and w3, shrink with depth: 0.02 / sqrt(2 (i+1))
+    in the block with global number i.
+    """
+    parts = name.split(".")
+    module = parts[-2]
+    if module in ("attention_norm", "ffn_norm", "norm"):
+        return None
+    if module == "tok_embeddings":
+        return 0.02 if config.tied_embeddings else 1.0  # tied: it is the head's weight as well
+    if module == "output":
+        return config.dim**-0.5
+    if module in ("wq", "wk", "wv", "w1"):
+        return 0.02
+    assert module in ("wo", "w2", "w3"), f"no initial distribution is known for {name}"
+    return 0.02 / math.sqrt(2 * (int(parts[1]) + 1))
+
+
+def draw_weight(name, shape, *, config, seed, device):
+    """Return the full initial value of one parameter, drawn in float32 on `device`.
+
+    The generator is seeded by a hash of (seed, name), so that any rank of any mesh draws the same
+    tensor and keeps its slice: one process, FSDP, TP and PP start bitwise equal, without a seed
+    checkpoint. (CPU and CUDA generators differ from each other.) `output` is cut at 3 standard
+    deviations; the others, cut at 100 in the paper's system, are plain normal here: much faster.
+
+    Costs:   one full tensor in memory at a time, at most V * D * 4 bytes.
+    """
+    std = weight_std(name, config)
+    if std is None:
+        return torch.ones(shape, device=device)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    weight = torch.empty(shape, dtype=torch.float32, device=device)
+    if name == "output.weight":
+        nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std, generator=generator)
+        return weight
+    return weight.normal_(0.0, std, generator=generator)

@@ -1,0 +1,138 @@
+"""Run a function on several gloo ranks, forked from this process: `run_ranks(4, check, arg, ...)`.
+
+Forking shares the imported torch, so two ranks start in well under a second where torchrun takes
+more than three. Every rank has one thread, a process group with a short timeout and the environment
+variables that torchrun would set. What the function returns (anything picklable) comes back as a
+list in rank order; an exception on any rank fails the test with every rank's traceback, the first
+failure first, and a hang is killed after `timeout_s`.
+
+`run_program(2, "--steps 5 ...")` runs train.py's main that way, as `torchrun` would: it joins the
+ranks itself. It returns the exit status of the ranks and what they printed.
+"""
+
+import multiprocessing
+import os
+import pickle
+import shlex
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(world_size, function, *args, timeout_s=180):
+    """Return [function(*args) on rank 0, ... on rank world_size - 1]."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork")
+        processes = [
+            context.Process(target=_rank_main, args=(r, world_size, folder, function, args))
+            for r in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [r for r, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        failures = sorted(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+        if failures or hung:
+            texts = [f"--- {path.name}\n{path.read_text()}" for path in failures]
+            raise AssertionError(f"ranks still running: {hung}\n" + "\n".join(texts))
+        died = [r for r, process in enumerate(processes) if process.exitcode != 0]
+        assert not died, f"ranks died without a traceback: {died}"
+        return [
+            pickle.loads((Path(folder) / f"result-{r}").read_bytes()) for r in range(world_size)
+        ]
+
+
+def run_program(world_size, flags, *, cwd, before=None, timeout_s=180):
+    """Run `train.py flags` on forked ranks; `before(rank)` may patch things in the child first.
+
+    Returns: ([exit status of each rank], [stdout and stderr of each rank])
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        args = (world_size, folder, shlex.split(flags), Path(cwd), port, before)
+        processes = [
+            context.Process(target=_program_main, args=(r, *args)) for r in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            failed = [p for p in processes if not p.is_alive() and p.exitcode != 0]
+            if failed:  # as torchrun does; a moment later, so that others can fail too
+                deadline = min(deadline, time.monotonic() + 1)
+            time.sleep(0.02)
+        for process in processes:
+            process.kill()
+            process.join()
+        outputs = [(Path(folder) / f"output-{r}").read_text() for r in range(world_size)]
+    return [process.exitcode for process in processes], outputs
+
+
+def _program_main(rank, world_size, folder, argv, cwd, port, before):
+    _set_environment(rank, world_size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    descriptor = os.open(f"{folder}/output-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    import train
+
+    os.chdir(cwd)
+    status = 1
+    try:
+        if before:
+            before(rank)
+        train.run(argv)
+        status = 0
+    except SystemExit as exit_:
+        status = exit_.code or 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _set_environment(rank, world_size):
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+
+
+def _rank_main(rank, world_size, folder, function, args):
+    _set_environment(rank, world_size)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        result = function(*args)
+        dist.destroy_process_group()
+        (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
+    except BaseException:
+        (Path(folder) / f"error-rank-{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)  # skip the parent's exit handlers, which belong to pytest

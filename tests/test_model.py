@@ -1,0 +1,247 @@
+"""model.py against a straight-line Llama written here, and against the published figures."""
+
+import dataclasses
+import math
+import time
+
+import pytest
+import torch
+
+import model
+from model import MODELS, ModelConfig, Transformer
+
+SMALL = ModelConfig(dim=24, n_layers=3, n_heads=6, n_kv_heads=2, ffn_dim=40, vocab_size=51)
+
+
+def build_small(config=SMALL, *, seq_len=16, seed=3):
+    transformer = Transformer(config, seq_len=seq_len).double()
+    with torch.no_grad():
+        for name, parameter in transformer.named_parameters():
+            parameter.copy_(
+                model.draw_weight(name, parameter.shape, config=config, seed=seed, device="cpu")
+            )
+            if "norm" in name:  # ones would hide a norm that is left out
+                parameter.mul_(torch.linspace(0.5, 1.5, len(parameter)))
+    return transformer
+
+
+def reference_logits(weights, tokens, config):
+    """Llama for one sequence, in loops over positions and heads, rotating complex numbers."""
+
+    def norm(x, weight):
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
+
+    def rotate(vector, position):
+        half = len(vector) // 2
+        angles = position * model.rope_frequencies(config)
+        turned = torch.complex(vector[:half], vector[half:]) * torch.polar(
+            torch.ones_like(angles), angles
+        )
+        return torch.cat([turned.real, turned.imag])
+
+    x = torch.stack([weights["tok_embeddings.weight"][token] for token in tokens])
+    T, Dh = len(tokens), config.dim // config.n_heads
+    for i in range(config.n_layers):
+        w = {k.removeprefix(f"layers.{i}."): v for k, v in weights.items()}
+        h = norm(x, w["attention_norm.weight"])
+        q, k, v = (h @ w[f"attention.{name}.weight"].T for name in ("wq", "wk", "wv"))
+        heads = []
+        for head in range(config.n_heads):
+            group = head * config.n_kv_heads // config.n_heads
+            mine, shared = (slice(n * Dh, (n + 1) * Dh) for n in (head, group))
+            queries = torch.stack([rotate(q[t, mine], t) for t in range(T)])
+            keys = torch.stack([rotate(k[t, shared], t) for t in range(T)])
+            rows = []
+            for t in range(T):
+                scores = (keys[: t + 1] @ queries[t]) / math.sqrt(Dh)
+                rows.append(torch.softmax(scores, 0) @ v[: t + 1, shared])
+            heads.append(torch.stack(rows))
+        x = x + torch.cat(heads, -1) @ w["attention.wo.weight"].T
+        h = norm(x, w["ffn_norm.weight"])
+        gate = h @ w["feed_forward.w1.weight"].T
+        up = h @ w["feed_forward.w3.weight"].T
+        x = x + (gate * torch.sigmoid(gate) * up) @ w["feed_forward.w2.weight"].T
+    return norm(x, weights["norm.weight"]) @ weights["output.weight"].T
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_model_is_the_straight_line_llama(tied):
+    config = dataclasses.replace(SMALL, tied_embeddings=tied)
+    transformer = build_small(config)
+    tokens = torch.randint(config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    weights = dict(transformer.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        logits = transformer(tokens)
+        for row in range(2):
+            expected = reference_logits(weights, tokens[row].tolist(), config)
+            # float64 throughout, but the RoPE table is float32: its rounding, 6e-8, is the bound
+            assert (logits[row] - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "name, parameters, flops_at_8192",
+    [  # Llama 3.1 and 3.2 model cards; FLOPs: 6 (N - N_emb) + 12 L H Dh T by hand
+        ("debug", 6_163_712, None),
+        ("1b", 1_235_814_400, None),
+        ("3b", 3_212_749_824, None),
+        ("8b", 8_030_261_248, 57_914_449_920),
+        ("70b", 70_553_706_496, 481_442_709_504),
+        ("405b", 405_853_388_800, 2_625_449_459_712),
+    ],
+)
+def test_parameters_and_flops_are_the_published_ones(name, parameters, flops_at_8192):
+    config = MODELS[name]
+    with torch.device("meta"):
+        transformer = Transformer(config, seq_len=128)
+    assert sum(p.numel() for p in transformer.parameters()) == parameters
+    assert model.count_parameters(config) == parameters
+    if flops_at_8192:
+        assert model.flops_per_token(config, 8192) == flops_at_8192
+
+
+def test_debug_flops_at_2048():
+    assert model.flops_per_token(MODELS["debug"], 2048) == 71_585_280
+
+
+def test_the_largest_model_is_built_on_meta_in_under_a_second():
+    with torch.device("meta"):
+        Transformer(SMALL, seq_len=8)  # torch's first meta operation imports its decompositions
+        start = time.perf_counter()
+        Transformer(MODELS["405b"], seq_len=8192)
+        assert time.perf_counter() - start < 1.0
+
+
+def test_rope_keeps_short_wavelengths_and_stretches_long_ones():
+    config = MODELS["8b"]
+    plain = model.rope_frequencies(dataclasses.replace(config, rope_factor=1.0))
+    scaled = model.rope_frequencies(config)
+    wavelengths = 2 * math.pi / plain
+    for wavelength, f, g in zip(wavelengths.tolist(), plain.tolist(), scaled.tolist(), strict=True):
+        if wavelength < 2048:  # 8192 / 4
+            assert g == f
+        elif wavelength > 8192:
+            assert g == pytest.approx(f / 8, rel=1e-12)
+        else:
+            s = (8192 / wavelength - 1) / (4 - 1)
+            assert g == pytest.approx((1 - s) * f / 8 + s * f, rel=1e-12)
+    assert {w < 2048 for w in wavelengths.tolist()} == {True, False}
+
+
+def test_a_token_sees_no_later_token():
+    transformer = build_small()
+    tokens = torch.randint(51, (1, 16), generator=torch.Generator().manual_seed(1))
+    changed = tokens.clone()
+    changed[0, 9] = (changed[0, 9] + 1) % 51
+    with torch.no_grad():
+        difference = (transformer(tokens) - transformer(changed)).abs().amax(dim=(0, 2))
+    assert difference[:9].max() == 0.0
+    assert difference[9:].min() > 0.0
+
+
+def test_stages_run_one_after_the_other_are_the_model():
+    transformer, first, last = build_small(), build_small(), build_small()
+    first.norm = first.output = None
+    del first.layers["1"], first.layers["2"]
+    last.tok_embeddings = None
+    del last.layers["0"]
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        assert torch.equal(last(first(tokens)), transformer(tokens))
+
+
+def test_weights_have_the_documented_distributions():
+    config = ModelConfig(dim=256, n_layers=3, n_heads=8, n_kv_heads=8, ffn_dim=512, vocab_size=1024)
+    expected = {
+        "tok_embeddings.weight": 1.0,
+        "layers.0.attention.wq.weight": 0.02,
+        "layers.2.attention.wv.weight": 0.02,
+        "layers.2.feed_forward.w1.weight": 0.02,
+        "layers.0.attention.wo.weight": 0.02 / math.sqrt(2),
+        "layers.2.feed_forward.w2.weight": 0.02 / math.sqrt(6),
+        "layers.1.feed_forward.w3.weight": 0.02 / math.sqrt(4),
+        # a normal cut at 3 standard deviations has 0.9866 of its standard deviation left
+        "output.weight": 0.9866 * 256**-0.5,
+    }
+    for name, std in expected.items():
+        weight = model.draw_weight(name, (512, 512), config=config, seed=0, device="cpu")
+        # 262,144 values: the sample's std is within 0.14 % (one sigma) of the true one
+        assert weight.std().item() == pytest.approx(std, rel=0.01), name
+        assert abs(weight.mean().item()) < std / 100
+    assert weight.abs().max() <= 3 * 256**-0.5
+    name = "layers.0.ffn_norm.weight"
+    assert (model.draw_weight(name, (256,), config=config, seed=0, device="cpu") == 1).all()
+    tied = dataclasses.replace(config, tied_embeddings=True)
+    name = "tok_embeddings.weight"
+    weight = model.draw_weight(name, (512, 512), config=tied, seed=0, device="cpu")
+    assert weight.std().item() == pytest.approx(0.02, rel=0.01)
+
+
+def test_weights_depend_on_seed_and_name_only():
+    def draw(name, seed):
+        return model.draw_weight(name, (8, 8), config=SMALL, seed=seed, device="cpu")
+
+    name = "layers.0.attention.wq.weight"
+    torch.manual_seed(0)
+    first = draw(name, 0)
+    torch.manual_seed(1)
+    assert torch.equal(first, draw(name, 0))
+    for other in ("layers.1.attention.wq.weight", "layers.0.attention.wk.weight"):
+        assert not torch.equal(first, draw(other, 0))
+    assert not torch.equal(first, draw(name, 1))
+
+
+def test_the_first_loss_is_ln_vocabulary_plus_a_half():
+    """The head's logits are about N(0, 1), and E[log sum exp] of V such is ln V + 1/2."""
+    config = ModelConfig(dim=128, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=997)
+    transformer = build_small(config, seq_len=64)
+    torch.nn.init.ones_(transformer.norm.weight)
+    tokens = torch.randint(997, (8, 64), generator=torch.Generator().manual_seed(2))
+    labels = torch.randint(997, (8, 64), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        logits = transformer(tokens).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels.flatten())
+    # 512 labels whose logits have std 1: the mean is within 1/sqrt(512) = 0.044 (one sigma)
+    assert loss.item() == pytest.approx(math.log(997) + 0.5, abs=0.15)
+
+
+def test_logits_equal_transformers_llama():
+    """The same weights in Hugging Face's implementation, where it is installed."""
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=SMALL.dim,
+            num_hidden_layers=SMALL.n_layers,
+            num_attention_heads=SMALL.n_heads,
+            num_key_value_heads=SMALL.n_kv_heads,
+            intermediate_size=SMALL.ffn_dim,
+            vocab_size=SMALL.vocab_size,
+            rms_norm_eps=SMALL.norm_eps,
+            max_position_embeddings=131072,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        )
+    ).double()
+    names = {
+        "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk",
+        "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm", "embed_tokens": "tok_embeddings",
+        "lm_head": "output",
+    }  # fmt: skip
+    transformer = build_small()
+    with torch.no_grad():
+        for name, parameter in llama.named_parameters():
+            ours = name.removeprefix("model.")
+            for theirs, mine in names.items():
+                ours = ours.replace(theirs, mine)
+            parameter.copy_(transformer.get_parameter(ours))
+        tokens = torch.randint(51, (2, 16), generator=torch.Generator().manual_seed(4))
+        # their RoPE table is float32 as well, but its powers are taken in float32
+        assert (llama(tokens).logits - transformer(tokens)).abs().max() < 1e-5
