@@ -1,0 +1,701 @@
+"""checkpoint.py: what is loaded equals what was saved, on any mesh, whatever happens in between.
+
+Right values: every weight and moment is drawn from its name (`expected`), so what a checkpoint must
+give back is known without reading one. Comparisons are bitwise: saving and loading compute nothing.
+"""
+
+import errno
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import checkpoint
+from model import ModelConfig, Transformer, draw_weight
+
+# odd on purpose: a norm of 6 on 4 ranks leaves one of them nothing, 257 divides by nothing
+CONFIG = ModelConfig(6, 5, 3, 3, 10, vocab_size=257)
+TIED = ModelConfig(6, 2, 3, 1, 10, vocab_size=257, tied_embeddings=True)
+# name -> (ranks, mesh): replicate x shard, or shard x tp
+MESHES = {
+    "one process": 1,
+    "two stages on one rank": 1,
+    "dp2 with checkpoint wrappers": 2,
+    "pp2": 2,
+    "dp3": 3,
+    "dp4": 4,
+    "hsdp 2x2": 4,
+    "dp2 x tp2": 4,
+}
+
+
+def shapes_of(config):
+    with torch.device("meta"):
+        model = Transformer(config, seq_len=8)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def expected(name, shape, kind, seed):
+    """The full value of a weight, a moment or a counter, from its name alone."""
+    if kind == "step":
+        return torch.tensor(float(seed))
+    seed = f"{seed} {kind} {name}"
+    value = draw_weight("layers.0.attention.wq.x", shape, config=CONFIG, seed=seed, device="cpu")
+    return value.square() if kind == "exp_avg_sq" else value
+
+
+def keep_layers(model, first, last):
+    """Turn a model into a pipeline stage, as pipeline.py's contract with model.py says."""
+    for i in range(CONFIG.n_layers):
+        if not first <= i <= last:
+            del model.layers[str(i)]
+    if first > 0:
+        model.tok_embeddings = None
+    if last < CONFIG.n_layers - 1:
+        model.norm = model.output = None
+    return model
+
+
+def shard(model, **settings):
+    for block in model.layers.values():
+        fully_shard(block, **settings)
+    return fully_shard(model, **settings)
+
+
+def apply_small_tp(model, mesh):
+    plan = {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+    plan |= {"feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel()}
+    plan |= {"attention.wo": RowwiseParallel(), "feed_forward.w2": RowwiseParallel()}
+    for block in model.layers.values():
+        parallelize_module(block, mesh, plan)
+    parallelize_module(
+        model, mesh, {"output": ColwiseParallel(), "tok_embeddings": RowwiseParallel()}
+    )
+
+
+def build_parts(mesh_name, config=CONFIG):
+    """The parts of this rank, with torch's own random weights."""
+    if mesh_name == "pp2":
+        first, last = ((0, 2), (3, 4))[dist.get_rank()]
+        return [keep_layers(Transformer(config, seq_len=8), first, last)]
+    if mesh_name == "two stages on one rank":
+        stages = [(0, 1), (2, 4)]
+        return [shard(keep_layers(Transformer(config, seq_len=8), a, b)) for a, b in stages]
+    model = Transformer(config, seq_len=8)
+    if mesh_name == "dp2 with checkpoint wrappers":
+        for name, block in list(model.layers.items()):
+            model.layers[name] = checkpoint_wrapper(block)
+    if mesh_name == "one process":
+        return [model]
+    if mesh_name == "hsdp 2x2":
+        shape, axes = (2, 2), ("dp_replicate", "dp_shard")
+    elif mesh_name == "dp2 x tp2":
+        shape, axes = (2, 2), ("dp_shard", "tp")
+    else:
+        shape, axes = (dist.get_world_size(),), ("dp_shard",)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    if "tp" in axes:
+        apply_small_tp(model, mesh["tp"])
+        mesh = mesh["dp_shard"]
+    return [shard(model, mesh=mesh)]
+
+
+def build_optimizer(parts, **settings):
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    return torch.optim.AdamW(parameters, **{"lr": 1e-3, "foreach": False} | settings)
+
+
+def visit(parts, optimizer):
+    """(global name, kind, live tensor) of everything a checkpoint must hold, found without it."""
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            name = name.replace("_checkpoint_wrapped_module.", "")
+            yield name, "weight", parameter.detach()
+            for kind, value in optimizer.state[parameter].items():
+                yield name, kind, value
+
+
+def fill(parts, optimizer, seed, shapes):
+    """Give every weight, moment and counter its expected value of this seed."""
+    for part in parts:
+        for parameter in part.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # makes the state
+    optimizer.zero_grad()
+    for name, kind, tensor in visit(parts, optimizer):
+        value = expected(name, shapes[name], kind, seed)
+        if isinstance(tensor, DTensor):
+            mesh, placements = tensor.device_mesh, tensor.placements
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
+            tensor = tensor.to_local()
+        tensor.copy_(value)
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_holds(parts, optimizer, seed, shapes):
+    """Every tensor has its expected value, bit for bit, and none is missing; returns how many."""
+    count = 0
+    for name, kind, tensor in visit(parts, optimizer):
+        value = full(tensor)
+        assert torch.equal(value, expected(name, shapes[name], kind, seed)), (name, kind)
+        count += 1
+    return count
+
+
+def save_one(folder, step, *, mode="sync", mesh_name="one process", config=CONFIG, keep_latest=0):
+    """Save a state whose seed is the step."""
+    parts = build_parts(mesh_name, config)
+    optimizer = build_optimizer(parts)
+    fill(parts, optimizer, step, shapes_of(config))
+    saver = checkpoint.Checkpointer(folder, mode=mode, keep_latest=keep_latest)
+    saver.save(step, parts, optimizer, {"step": step})
+    saver.close()
+
+
+def check_loads(folder, step, mesh_name="one process", config=CONFIG):
+    parts = build_parts(mesh_name, config)
+    optimizer = build_optimizer(parts)
+    checkpoint.load_checkpoint(folder, step, parts, optimizer, shapes=shapes_of(config))
+    return check_holds(parts, optimizer, step, shapes_of(config))
+
+
+def fake_checkpoint(folder, step):
+    path = checkpoint.checkpoint_path(folder, step)
+    path.mkdir(parents=True)
+    (path / ".metadata").write_bytes(b"")
+
+
+# ---- definition: load equals save --------------------------------------------------------------
+
+
+def save_meshes(folder, names):
+    for name in names:
+        save_one(folder / name, 3, mode="async", mesh_name=name)
+
+
+def load_meshes(folder, names, distances):
+    """For each mesh, load what the meshes `distances` further on in the table saved."""
+    table = list(MESHES)
+    counts = {}
+    for name in names:
+        for distance in distances:
+            saved = table[(table.index(name) + distance) % len(table)]
+            counts[name] = check_loads(folder / saved, 3, name)
+    return counts
+
+
+def check_meshes(folder, distances):
+    worlds = {n: [m for m in MESHES if MESHES[m] == n] for n in sorted(set(MESHES.values()))}
+    for world_size, names in worlds.items():
+        run_ranks(world_size, save_meshes, folder, names)
+    n_tensors = 4 * len(shapes_of(CONFIG))  # weight, two moments, step
+    for world_size, names in worlds.items():
+        counts = run_ranks(world_size, load_meshes, folder, names, distances)
+        for name in names:
+            total = sum(count[name] for count in counts) if name == "pp2" else counts[0][name]
+            assert total == n_tensors, name
+
+
+def test_what_is_loaded_on_another_mesh_is_bitwise_what_was_saved(tmp_path):
+    check_meshes(tmp_path, (1, 3))
+
+
+@pytest.mark.soak
+def test_what_is_loaded_on_any_mesh_is_bitwise_what_was_saved_on_any_other(tmp_path):
+    check_meshes(tmp_path, range(len(MESHES)))
+
+
+def train(model, optimizer, step):
+    """One step on data that depend on the step alone."""
+    tokens = (torch.arange(8).reshape(1, 8) * (step + 3)) % 257
+    optimizer.zero_grad()
+    model(tokens).logsumexp(-1).sum().backward()
+    optimizer.step()
+
+
+def check_continues(folder, fused):
+    def start():
+        torch.manual_seed(0)
+        model = shard(Transformer(CONFIG, seq_len=8))
+        return model, build_optimizer([model], foreach=None if fused else False, fused=fused)
+
+    model, optimizer = start()
+    saver = checkpoint.Checkpointer(folder, mode="async", keep_latest=0)
+    for step in range(1, 5):
+        train(model, optimizer, step)
+        if step == 2:
+            saver.save(2, [model], optimizer, {})
+        saver.wait_for_staging()
+    saver.close()
+    straight = {name: full(p).clone() for name, p in model.named_parameters()}
+    model, optimizer = start()
+    checkpoint.load_checkpoint(folder, 2, [model], optimizer, shapes=shapes_of(CONFIG))
+    for step in range(3, 5):
+        train(model, optimizer, step)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(full(parameter), straight[name]), name
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_continues_bit_for_bit(tmp_path, fused):
+    run_ranks(2, check_continues, tmp_path, fused)
+
+
+def check_tied(folder):
+    save_one(folder, 3, config=TIED)
+    metadata = checkpoint.read_metadata(checkpoint.checkpoint_path(folder, 3))
+    assert "model.tok_embeddings.weight" in metadata.state_dict_metadata
+    assert "model.output.weight" not in metadata.state_dict_metadata
+    model = Transformer(TIED, seq_len=8)
+    optimizer = build_optimizer([model])
+    checkpoint.load_checkpoint(folder, 3, [model], optimizer, shapes=shapes_of(TIED))
+    check_holds([model], optimizer, 3, shapes_of(TIED))
+    assert model.output.weight is model.tok_embeddings.weight
+
+
+def test_tied_embeddings_are_stored_once_and_stay_tied(tmp_path):
+    run_ranks(1, check_tied, tmp_path)
+
+
+def check_fresh_optimizer(folder):
+    model = Transformer(CONFIG, seq_len=8)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build_optimizer([model], lr=0.5, weight_decay=0.3)
+    state = checkpoint.build_state([model], optimizer)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(not value.any() for key, value in state.items() if key.startswith("optimizer."))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    save_one(folder, 3)
+    checkpoint.load_checkpoint(folder, 3, [model], optimizer, shapes=shapes_of(CONFIG))
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.3)
+
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    saver = checkpoint.Checkpointer(folder, mode="sync", keep_latest=0)
+    saver.save(4, [model], plain, {})
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    loaded = Transformer(CONFIG, seq_len=8)
+    plain = torch.optim.SGD(loaded.parameters(), lr=0.25)
+    checkpoint.load_checkpoint(folder, 4, [loaded], plain, shapes=shapes_of(CONFIG))
+    assert all(torch.equal(p, before[name]) for name, p in loaded.named_parameters())
+    assert plain.param_groups[0]["lr"] == 0.25
+
+
+def test_an_optimizer_gets_zero_state_and_keeps_its_own_hyperparameters(tmp_path):
+    run_ranks(1, check_fresh_optimizer, tmp_path)
+
+
+def check_weights_only(folder):
+    save_one(folder, 3)
+    model = Transformer(CONFIG, seq_len=8)
+    checkpoint.load_checkpoint(folder, 3, [model], None, shapes=shapes_of(CONFIG))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected(name, parameter.shape, "weight", 3))
+
+
+def test_without_an_optimizer_only_weights_are_read(tmp_path):
+    run_ranks(1, check_weights_only, tmp_path)
+
+
+def check_after_evaluation(folder):
+    model = shard(Transformer(CONFIG, seq_len=8), reshard_after_forward=False)
+    optimizer = build_optimizer([model])
+    fill([model], optimizer, 3, shapes_of(CONFIG))
+    with torch.no_grad():
+        model(torch.arange(8).reshape(1, 8))  # leaves the weights gathered
+    saver = checkpoint.Checkpointer(folder, mode="sync", keep_latest=0)
+    saver.save(3, [model], optimizer, {})
+    check_loads(folder, 3, "dp2 with checkpoint wrappers")
+
+
+def test_a_save_right_after_an_evaluation_holds_the_shards(tmp_path):
+    run_ranks(2, check_after_evaluation, tmp_path)
+
+
+# ---- saving while training goes on -------------------------------------------------------------
+
+
+def check_async(folder):
+    parts = build_parts("dp2 with checkpoint wrappers")
+    optimizer = build_optimizer(parts)
+    shapes = shapes_of(CONFIG)
+    release = threading.Event()
+    write = checkpoint.PublishingWriter.write_data
+    checkpoint.PublishingWriter.write_data = lambda *a: (release.wait(30), write(*a))[1]
+    saver = checkpoint.Checkpointer(folder, mode="async", keep_latest=0)
+    for step in (3, 6):  # twice: the second save reuses the staging memory of the first
+        fill(parts, optimizer, step, shapes)
+        train_state = {"step": step, "sequences": 10 * step}
+        saver.save(step, parts, optimizer, train_state)
+        train_state["step"] = -1
+        saver.wait_for_staging()
+        fill(parts, optimizer, step + 1, shapes)  # training goes on
+        assert step not in checkpoint.list_checkpoints(folder)
+        release.set()
+        saver.wait()
+        assert step in checkpoint.list_checkpoints(folder)
+        release.clear()
+        assert checkpoint.read_train_state(folder, step) == {"step": step, "sequences": 10 * step}
+    saver.close()
+    for step in (3, 6):
+        check_loads(folder, step, "dp2 with checkpoint wrappers")
+
+
+def test_an_async_save_holds_the_values_of_its_step(tmp_path):
+    run_ranks(2, check_async, tmp_path)
+    assert checkpoint.unpublished(tmp_path) == []
+
+
+def check_same_step(folder):
+    parts = build_parts("one process")
+    optimizer = build_optimizer(parts)
+    saver = checkpoint.Checkpointer(folder, mode="sync", keep_latest=0, protected_step=2)
+    saver.save(2, parts, optimizer, {})
+    assert checkpoint.list_checkpoints(folder) == []
+    saver.save(3, parts, optimizer, {"first": True})
+    saver.save(3, parts, optimizer, {"first": False})
+    assert checkpoint.read_train_state(folder, 3) == {"first": True}
+
+
+def test_the_step_that_was_loaded_or_saved_last_is_not_saved_again(tmp_path):
+    run_ranks(1, check_same_step, tmp_path)
+
+
+def save_steps(folder, steps, keep_latest, protected_step):
+    parts = build_parts("one process")
+    optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
+    saver = checkpoint.Checkpointer(
+        folder, mode="async", keep_latest=keep_latest, protected_step=protected_step
+    )
+    for step in steps:
+        saver.save(step, parts, optimizer, {})
+    saver.close()
+
+
+def test_retention_keeps_the_newest_and_the_protected_and_counts_only_published_ones(tmp_path):
+    fake_checkpoint(tmp_path, 1)
+    for name in ("step-00000099", "step-abc", "old-step-5", "step-00000098.set-aside-1"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000097").write_text("a file")
+    (tmp_path / "step-00000003.tmp-dead-1").mkdir()
+    run_ranks(1, save_steps, tmp_path, [2, 4, 6, 8], 2, 1)
+    assert checkpoint.list_checkpoints(tmp_path) == [1, 6, 8]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"step-00000001", "step-00000006", "step-00000008"} | {
+        "step-00000099", "step-abc", "old-step-5", "step-00000098.set-aside-1", "step-00000097"
+    }  # fmt: skip
+
+
+def test_retention_zero_keeps_all(tmp_path):
+    run_ranks(1, save_steps, tmp_path, [1, 2, 3], 0, None)
+    assert checkpoint.list_checkpoints(tmp_path) == [1, 2, 3]
+
+
+# ---- faults ------------------------------------------------------------------------------------
+
+
+def hang(flag):
+    flag.write_text("here")
+    time.sleep(60)
+
+
+def killed_rank(folder, point, flag):
+    """A run that publishes step 5 and then hangs inside the save of step 10, at `point`."""
+    dist.init_process_group("gloo", init_method=f"file://{flag}.store", rank=0, world_size=1)
+    save_one(folder, 5)
+    if point == "data":
+        write = checkpoint.PublishingWriter.write_data
+        checkpoint.PublishingWriter.write_data = lambda *a: (write(*a), hang(flag))
+    elif point == "before the rename":
+        fsync = checkpoint.fsync_path
+        checkpoint.fsync_path = lambda path: hang(flag) if path.is_dir() else fsync(path)
+    else:  # half of the old checkpoint is deleted, its .metadata not yet
+        checkpoint.shutil.rmtree = lambda path: ((path / "__0_0.distcp").unlink(), hang(flag))
+    save_one(folder, 10, mode="async", keep_latest=1)
+
+
+@pytest.mark.parametrize(
+    "point, survivor", [("data", 5), ("before the rename", 5), ("deletion", 10)]
+)
+def test_a_kill_during_a_save_leaves_only_whole_checkpoints(tmp_path, point, survivor):
+    folder, flag = tmp_path / "checkpoints", tmp_path / "flag"
+    process = multiprocessing.get_context("fork").Process(
+        target=killed_rank, args=(folder, point, flag)
+    )
+    process.start()
+    deadline = time.monotonic() + 60
+    while not flag.exists() and process.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert flag.exists()
+    assert checkpoint.list_checkpoints(folder) == [survivor]
+    assert checkpoint.choose_step(folder, "auto") == survivor
+    assert len(checkpoint.unpublished(folder)) == 1
+    run_ranks(1, check_loads, folder, survivor)
+    run_ranks(1, save_one, folder, 15)  # and the next run clears what is left
+    assert checkpoint.list_checkpoints(folder) == [survivor, 15]
+    assert checkpoint.unpublished(folder) == []
+
+
+def check_disk_full(folder, mode):
+    parts = build_parts("dp2 with checkpoint wrappers")
+    optimizer = build_optimizer(parts)
+    saver = checkpoint.Checkpointer(folder, mode=mode, keep_latest=1)
+    write = checkpoint.PublishingWriter.write_data
+    is_full = False
+
+    def write_until_full(self, *args):
+        result = write(self, *args)
+        if is_full and dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return result
+
+    checkpoint.PublishingWriter.write_data = write_until_full
+    fill(parts, optimizer, 5, shapes_of(CONFIG))
+    saver.save(5, parts, optimizer, {})
+    saver.wait()
+    is_full = True
+    if mode == "sync":
+        with pytest.raises(checkpoint.CheckpointError, match="step 10 .*rank 1.*No space left"):
+            saver.save(10, parts, optimizer, {})
+    else:
+        saver.save(10, parts, optimizer, {})
+        with pytest.raises(checkpoint.CheckpointError, match="step 10 .*rank 1.*No space left"):
+            saver.wait()
+    dist.barrier()
+    assert checkpoint.list_checkpoints(folder) == [5] and checkpoint.unpublished(folder) == []
+    if mode == "async":  # the error comes with the next save, which is begun all the same
+        saver.save(15, parts, optimizer, {})
+        with pytest.raises(checkpoint.CheckpointError, match="step 15 .*newest.* 5"):
+            while not saver.in_flight[2].__self__.done():
+                time.sleep(0.01)
+            is_full = False
+            fill(parts, optimizer, 20, shapes_of(CONFIG))
+            saver.save(20, parts, optimizer, {})
+        saver.wait()
+        assert checkpoint.list_checkpoints(folder) == [20]
+        is_full = True
+        saver.save(25, parts, optimizer, {})
+        with pytest.raises(checkpoint.CheckpointError, match="step 25"):
+            saver.close()
+        return 20
+    return 5
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_full_disk_is_told_on_every_rank_and_spares_the_last_checkpoint(tmp_path, mode):
+    survivor = run_ranks(2, check_disk_full, tmp_path, mode)[0]
+    assert checkpoint.list_checkpoints(tmp_path) == [survivor]
+    run_ranks(1, check_loads, tmp_path, survivor)
+
+
+def check_unshared_disk(folder):
+    folder = folder / f"node{dist.get_rank()}"
+    with pytest.raises(checkpoint.CheckpointError, match="rank 0 cannot see __1_0.distcp"):
+        save_one(folder, 5, mesh_name="dp2 with checkpoint wrappers")
+    assert checkpoint.list_checkpoints(folder) == []
+
+
+def test_nodes_that_do_not_share_the_folder_publish_nothing(tmp_path):
+    run_ranks(2, check_unshared_disk, tmp_path)
+
+
+# ---- names and choices -------------------------------------------------------------------------
+
+
+def test_only_published_folders_are_listed_and_steps_are_read_as_numbers(tmp_path):
+    assert checkpoint.list_checkpoints(tmp_path / "nothing") == []
+    for step in (100_000_000, 5, 99_999_999, 20):  # as text, nine digits sort before eight nines
+        fake_checkpoint(tmp_path, step)
+    (tmp_path / "step-00000030").mkdir()  # no .metadata
+    for name in ("step-30", "step-abc", "old-step-5", "step-30.tmp", "step-00000031.tmp-ab-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").write_text("")
+    (tmp_path / "step-00000040").write_text("a file")
+    assert checkpoint.list_checkpoints(tmp_path) == [5, 20, 99_999_999, 100_000_000]
+    assert checkpoint.unpublished(tmp_path) == ["step-00000031.tmp-ab-1"]
+    assert checkpoint.choose_step(tmp_path, "auto") == 100_000_000
+
+
+def test_choosing_a_step(tmp_path):
+    assert checkpoint.choose_step(tmp_path, "auto") is None
+    assert checkpoint.choose_step(tmp_path, "never") is None
+    with pytest.raises(ValueError, match="--resume 7 .*none"):
+        checkpoint.choose_step(tmp_path, 7)
+    fake_checkpoint(tmp_path, 5)
+    fake_checkpoint(tmp_path, 10)
+    assert checkpoint.choose_step(tmp_path, 5) == 5
+    for missing in (7, -2, 0):
+        with pytest.raises(ValueError, match=f"--resume {missing} .*5, 10"):
+            checkpoint.choose_step(tmp_path, missing)
+    with pytest.raises(ValueError, match="--resume never .*another --out"):
+        checkpoint.choose_step(tmp_path, "never")
+
+
+def test_newer_checkpoints_are_set_aside_and_not_deleted(tmp_path):
+    for attempt in (1, 2):
+        for step in (10, 15) if attempt == 2 else (5, 10, 15):
+            fake_checkpoint(tmp_path, step)
+        names = checkpoint.set_aside_newer(tmp_path, 5)
+        assert names == [f"step-000000{step}.set-aside-{attempt}" for step in (10, 15)]
+        assert all((tmp_path / name / ".metadata").exists() for name in names)
+        assert checkpoint.choose_step(tmp_path, "auto") == 5
+    assert checkpoint.unpublished(tmp_path) == []
+
+
+def test_one_run_at_a_time_holds_a_folder(tmp_path):
+    handle = checkpoint.lock_folder(tmp_path / "run")
+    with pytest.raises(ValueError, match=rf"run is in use by process {os.getpid()} on .*--out"):
+        checkpoint.lock_folder(tmp_path / "run")
+    handle.close()
+    checkpoint.lock_folder(tmp_path / "run").close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--out .*file.*another --out"):
+        checkpoint.lock_folder(tmp_path / "file")
+
+
+# ---- what is refused at loading ----------------------------------------------------------------
+
+
+def refusal(folder, config, build_optimizer=build_optimizer):
+    """The error text of loading step 5 into a model of `config`."""
+    model = Transformer(config, seq_len=8)
+    model = shard(model) if dist.get_world_size() > 1 else model
+    with pytest.raises(ValueError) as error:
+        checkpoint.load_checkpoint(
+            folder, 5, [model], build_optimizer([model]), shapes=shapes_of(config)
+        )
+    return str(error.value)
+
+
+def refusals(folder):
+    def sgd(parts):
+        return torch.optim.SGD(parts[0].parameters(), lr=0.1)
+
+    save_one(folder, 5, mesh_name="dp2 with checkpoint wrappers")
+    return (
+        refusal(folder, ModelConfig(6, 6, 3, 3, 10, vocab_size=257)),
+        refusal(folder, ModelConfig(6, 4, 3, 3, 10, vocab_size=257)),
+        refusal(folder, ModelConfig(6, 5, 3, 3, 10, vocab_size=300)),
+        refusal(folder, CONFIG, sgd),
+    )
+
+
+def test_another_model_or_optimizer_is_refused_alike_on_every_rank(tmp_path):
+    texts = run_ranks(2, refusals, tmp_path)
+    assert texts[0] == texts[1]
+    missing, extra, shape, optimizer = texts[0]
+    for text in texts[0]:
+        assert text.startswith("--resume 5 (") and text.endswith("or another --out")
+    # a block has 9 parameters, each with a weight and three entries of the optimizer
+    assert "model.layers.5.attention.wk.weight is absent there and (6, 6) in" in missing
+    assert "and 35 other keys differ" in missing
+    assert "model.layers.4.attention.wk.weight is (6, 6) there and absent in" in extra
+    assert "model.output.weight is (257, 6) there and (300, 6) in" in shape
+    assert "optimizer.layers.0.attention.wk.weight.exp_avg is (6, 6) there and absent" in optimizer
+
+
+def check_one_blind_rank(folder):
+    save_one(folder, 5, mesh_name="dp2 with checkpoint wrappers")
+    if dist.get_rank() == 1:
+        shutil.copytree(folder, folder.parent / "blind")
+        (checkpoint.checkpoint_path(folder.parent / "blind", 5) / "__1_0.distcp").unlink()
+        folder = folder.parent / "blind"
+    first = refusal(folder, CONFIG)
+    if dist.get_rank() == 1:
+        (checkpoint.checkpoint_path(folder, 5) / ".metadata").unlink()
+    return first, refusal(folder, CONFIG)
+
+
+def test_what_one_rank_cannot_read_stops_all_ranks(tmp_path):
+    for texts in run_ranks(2, check_one_blind_rank, tmp_path / "seen"):
+        assert all("published but unreadable" in text for text in texts)
+        assert all("FileNotFoundError" in text for text in texts)
+
+
+class RunsCode:
+    def __reduce__(self):
+        return os.system, ("touch {}".format(os.environ["TRAP"]),)
+
+
+def damage(path, how):
+    if how == "data cut":
+        data = path / "__0_0.distcp"
+        os.truncate(data, data.stat().st_size // 2)
+    elif how == "data gone":
+        (path / "__0_0.distcp").unlink()
+    elif how == "metadata cut":
+        os.truncate(path / ".metadata", 100)
+    elif how == "metadata empty":
+        os.truncate(path / ".metadata", 0)
+    elif how == "pickle runs code":
+        (path / ".metadata").write_bytes(pickle.dumps(RunsCode()))
+    else:  # DCP's own metadata, but a weight is declared to be a pickled object
+        metadata = checkpoint.read_metadata(path)
+        metadata.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def check_damage(folder, trap):
+    os.environ["TRAP"] = str(trap)
+    path = checkpoint.checkpoint_path(folder, 5)
+    save_one(folder, 4)
+    save_one(folder, 5)
+    shutil.copytree(path, folder / "copy")
+    texts = {}
+    for how, words in {
+        "data cut": "rank 0, ",
+        "data gone": "FileNotFoundError",
+        "metadata cut": "truncated",
+        "metadata empty": "EOFError",
+        "pickle runs code": "posix.system has no place",
+        "bytes": "BytesStorageMetadata has no place",
+    }.items():
+        shutil.rmtree(path)
+        shutil.copytree(folder / "copy", path)
+        damage(path, how)
+        texts[how] = refusal(folder, CONFIG)
+        assert words in texts[how], texts[how]
+        assert texts[how].startswith(f"--resume 5 conflicts with {path}")
+        assert "give --resume 4" in texts[how]
+    assert not trap.exists()
+
+
+def test_a_damaged_or_hostile_checkpoint_is_named_with_the_way_out(tmp_path):
+    run_ranks(1, check_damage, tmp_path / "checkpoints", tmp_path / "trap")
+
+
+def test_a_damaged_train_state_is_named_with_the_way_out(tmp_path):
+    fake_checkpoint(tmp_path, 5)
+    for text in (None, "{", ""):
+        if text is not None:
+            (checkpoint.checkpoint_path(tmp_path, 5) / "train.json").write_text(text)
+        with pytest.raises(ValueError, match="--resume 5 .*another --out"):
+            checkpoint.read_train_state(tmp_path, 5)
+    (checkpoint.checkpoint_path(tmp_path, 5) / "train.json").write_text(json.dumps({"step": 5}))
+    assert checkpoint.read_train_state(Path(tmp_path), 5) == {"step": 5}
