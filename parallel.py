@@ -1,0 +1,404 @@
+"""One function per technique: each takes the model and a piece of the mesh and changes the model.
+
+The ranks form a cube with five axes, outer to inner pp, dp_replicate, dp_shard, cp, tp; the last
+varies fastest, so that the chattiest axis (tp) lies on neighbouring GPUs of one host. 8 ranks as
+pp 2 x dp_shard 2 x tp 2:
+
+              dp_shard 0        dp_shard 1
+              tp 0   tp 1       tp 0   tp 1         tp        groups  01 23 45 67
+    pp 0       0      1          2      3           dp_shard  groups  02 13 46 57
+    pp 1       4      5          6      7           pp        groups  04 15 26 37
+
+Three groups are made of several axes:
+
+    hsdp   dp_replicate x fsdp          the two-dimensional mesh that fully_shard takes, where
+    fsdp   dp_shard x cp                parameters, gradients and optimizer states are sharded
+    data   dp_replicate x dp_shard      ranks that read different sequences
+
+    axis          splits                     sends per block and direction             function
+    ------------  -------------------------  ----------------------------------------  ------------
+    tp            wq wk wv w1 w3 by rows,    2 all-gathers, 2 reduce-scatters of       apply_tp
+                  wo w2 by columns, and the  (B, T, D) activations
+                  residual stream over T
+    cp            the sequence (T)           1 all-gather of K and V forward,          apply_cp
+                                             1 reduce-scatter of their gradients
+    dp_shard, cp  parameters, by dim 0       all-gather of the block's parameters,     apply_fsdp
+                                             reduce-scatter of its gradients
+    dp_replicate  nothing (batch only)       all-reduce of the gradient shards         apply_fsdp
+    pp            the layers                 see pipeline.py
+
+The order in which train.py applies them is pp split -> float8 -> tp -> cp -> activation
+checkpointing -> compile -> fsdp, all on the meta device; then `materialise` gives every rank its
+slice of weights that do not depend on the mesh.
+
+Gradients are sums, not means: the loss is divided by the global number of valid tokens before the
+backward pass, so that every reduction here is a plain sum and no mesh needs a factor of its own.
+
+Left out: expert parallelism; DistributedDataParallel, which averages and cannot be composed
+(dp_replicate with dp_shard 1 is the same thing).
+
+Sources: TorchTitan (arXiv 2410.06511) §2.1, Appendix A, B.1-B.3; FSDP (arXiv 2304.11277);
+Megatron-LM (arXiv 1909.08053); sequence parallelism (arXiv 2205.05198); Llama 3 (arXiv
+2407.21783) §3.3.2.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+# ---- 1. The mesh -------------------------------------------------------------------------------
+
+
+def build_mesh(device_type, *, pp, dp_replicate, dp_shard, cp, tp):
+    """Return {axis: DeviceMesh} for all ranks. Axes of degree 1 are there too, so no code asks.
+
+    Axes:    pp, dp_replicate, cp, tp, the joined fsdp and data, and the two-dimensional hsdp =
+             (dp_replicate, fsdp). Each is the piece that this rank belongs to.
+    Needs:   an initialised process group of exactly the product of the degrees.
+    Source:  paper §2.1 and B.2.
+    """
+    world_size = pp * dp_replicate * dp_shard * cp * tp
+    world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
+
+    def view(**degrees):  # the same ranks in the same order, cut along other axes
+        return world._unflatten(0, tuple(degrees.values()), tuple(degrees))
+
+    weights = view(pp=pp, dp_replicate=dp_replicate, fsdp=dp_shard * cp, tp=tp)
+    weights["fsdp", "tp"]._flatten("shards")  # lets a gradient norm cross both in one all-reduce
+    tokens = view(pp=pp, data=dp_replicate * dp_shard, cp=cp, tp=tp)
+    mesh = {axis: weights[axis] for axis in ("pp", "dp_replicate", "fsdp", "tp")}
+    mesh["hsdp"] = weights["dp_replicate", "fsdp"]
+    return mesh | {"data": tokens["data"], "cp": tokens["cp"]}
+
+
+# ---- 2. Tensor, sequence and loss parallelism --------------------------------------------------
+
+
+def apply_tp(
+    model,
+    tp_mesh,
+    *,
+    loss_parallel,
+    colwise=ColwiseParallel,
+    rowwise=RowwiseParallel,
+    prepare_input=PrepareModuleInput,
+):
+    """Split the model over the tp axis, in place; the three styles are float8's to replace.
+
+    Before:  full weights on the meta device, identical on every rank.
+    After:   wq wk wv w1 w3 output hold 1/tp of their rows, wo w2 1/tp of their columns and
+             tok_embeddings 1/tp of the vocabulary. Between blocks the activations are split over
+             the sequence: (B, T/tp, D), norms included. Logits are a DTensor (B, T, V/tp) with
+             `loss_parallel`, else plain (B, T, V) on every rank.
+    Costs:   per block 2 all-gathers and 2 reduce-scatters of (B, T, D) forward, as many backward;
+             1 all-gather before output and 1 reduce-scatter after tok_embeddings.
+    Needs:   tp divides n_heads, n_kv_heads and T (checked by train.py:check_args).
+    Source:  paper §2.1.3 and B.3.
+    """
+    plan = {
+        # vocabulary-sharded look-up: each rank finds its own rows, the sum is scattered over T
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1),
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            use_local_output=not loss_parallel,
+        ),
+    }
+    plan = {name: style for name, style in plan.items() if getattr(model, name) is not None}
+    parallelize_module(model, tp_mesh, plan)
+    if model.tok_embeddings is not None:
+        # it hands over a collective that nobody has waited for; a compiled block would read it too
+        # early and its gradient would be wrong without an error. A copy waits, and autograd sees it
+        model.tok_embeddings.register_forward_hook(lambda module, args, output: output.clone())
+    for block in model.layers.values():
+        plan = {
+            "attention_norm": SequenceParallel(),  # (B, T/tp, D), as is the residual stream
+            "attention": prepare_input(  # (B, T/tp, D) -> (B, T, D)  all-gather over tp
+                input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+            ),
+            "attention.wq": colwise(),  # (B, T, D) -> (B, T, H/tp * Dh)
+            "attention.wk": colwise(),
+            "attention.wv": colwise(),
+            "attention.wo": rowwise(output_layouts=Shard(1)),  # -> (B, T/tp, D)  reduce-scatter
+            "ffn_norm": SequenceParallel(),
+            "feed_forward": prepare_input(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
+            "feed_forward.w1": colwise(),  # (B, T, D) -> (B, T, F/tp)
+            "feed_forward.w3": colwise(),
+            "feed_forward.w2": rowwise(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, tp_mesh, plan)
+    model.tie_embeddings()  # parallelize_module gave each its own DTensor
+
+
+# ---- 3. Context parallelism --------------------------------------------------------------------
+
+
+def cp_positions(seq_len, *, cp, cp_rank):
+    """Global positions of the tokens this cp rank holds: int64 (T/cp,).
+
+    The sequence is cut into 2 cp chunks and rank r takes chunks r and 2cp-1-r: causal attention
+    costs a query as many products as it has predecessors, and a head with a tail costs every rank
+    the same. cp 1 holds everything in order.
+    """
+    chunks = torch.arange(seq_len).chunk(2 * cp) if cp > 1 else [torch.arange(seq_len)]
+    return torch.cat([chunks[cp_rank], chunks[-1 - cp_rank]]) if cp > 1 else chunks[0]
+
+
+class ContextParallelAttention(nn.Module):
+    """Causal attention where every rank holds two chunks of the queries, keys and values.
+
+    Keys and values of all ranks are gathered (with GQA they are small: K heads, not H), each query
+    chunk attends to its own prefix, and the backward pass scatters the sums of their gradients.
+
+    Shapes:  q (B, H, T/cp, Dh), k and v (B, K, T/cp, Dh) -> (B, H, T/cp, Dh)
+    Costs:   1 all-gather forward, 1 reduce-scatter backward of 2 B K T Dh elements.
+    Source:  Llama 3 (arXiv 2407.21783) §3.3.2, which trains its long contexts this way.
+    """
+
+    def __init__(self, cp_mesh, seq_len):
+        super().__init__()
+        self.cp_mesh = cp_mesh
+        chunk, cp, rank = seq_len // (2 * cp_mesh.size()), cp_mesh.size(), cp_mesh.get_local_rank()
+        self.prefixes = [(rank + 1) * chunk, (2 * cp - rank) * chunk]  # keys that a chunk may see
+        # not a mask but a note to the kernel, so nothing of size T x T exists (on CUDA); made here
+        # because it cannot be constructed inside a compiled region
+        self.causal = [causal_lower_right(chunk, prefix) for prefix in self.prefixes]
+
+    def forward(self, q, k, v):
+        cp = self.cp_mesh.size()
+        kv = torch.stack([k, v])  # (2, B, K, T/cp, Dh)
+        # kv -> (2 cp, B, K, T/cp, Dh)  all-gather over cp; backward: reduce-scatter
+        kv = funcol.all_gather_single_autograd(kv, gather_dim=0, group=(self.cp_mesh, 0))
+        heads, tails = kv.unflatten(0, (cp, 2)).chunk(2, dim=-2)  # (cp, 2, B, K, T/2cp, Dh) each
+        k, v = torch.cat([*heads, *reversed(tails.unbind(0))], dim=-2)  # (B, K, T, Dh), in order
+        is_grouped = q.shape[1] != k.shape[1]
+        outputs = [
+            nn.functional.scaled_dot_product_attention(
+                chunk, k[:, :, :n], v[:, :, :n], attn_mask=causal, enable_gqa=is_grouped
+            )
+            for chunk, n, causal in zip(q.chunk(2, dim=-2), self.prefixes, self.causal, strict=True)
+        ]
+        return torch.cat(outputs, dim=-2)
+
+
+def apply_cp(model, cp_mesh):
+    """Let every block's attention see the whole sequence while it holds 1/cp of it, in place.
+
+    Needs:   inputs, labels and RoPE rows in the order of `cp_positions`; 2 cp divides T.
+    """
+    for block in model.layers.values():
+        block.attention.core = ContextParallelAttention(cp_mesh, model.seq_len)
+
+
+# ---- 4. Activation checkpointing ---------------------------------------------------------------
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+SAVED_OPS = {  # besides every other matmul: slow to compute or to communicate
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    c10d.reduce_scatter_tensor.default,  # the end of wo and w2 under tp
+    aten.max.default,  # a float8 scale: a pass over a whole tensor for one number
+}
+
+
+def selective_contexts():
+    """Contexts for one checkpointed block: what its forward saves and its backward computes again.
+
+    Of a block's matmuls wq wk wv wo w1 w3 w2 every second one is saved, counted in the order of
+    execution: wk, wo and w3 are recomputed, 3 of 7. The count starts afresh in each block and pass.
+    """
+    counts = {False: 0, True: 0}  # in the forward pass, in the recomputation
+
+    def policy(context, op, *args, **kwargs):
+        if op == aten.mm.default:
+            counts[context.is_recompute] += 1
+            is_saved = counts[context.is_recompute] % 2 == 1
+        else:
+            is_saved = op in SAVED_OPS
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def apply_ac(model, mode):
+    """Trade memory for recomputation, block by block, in place.
+
+    Modes:   full  a block saves only its input (B, T, D) and runs again in the backward pass: 6 of
+                   its 7 matmuls, as the last one's output is not needed
+             op    a block saves its expensive results and recomputes the rest: norms, RoPE, silu
+                   and 3 matmuls
+             "N"   `full` for every Nth block by global number, whatever stage it lives on
+    Note:    gradients are the same bit for bit, where the kernels are deterministic.
+    Source:  paper §2.2.1 and B.5; arXiv 1604.06174; selectively: arXiv 2205.05198.
+    """
+    for number, block in list(model.layers.items()):
+        if mode == "op":
+            model.layers[number] = checkpoint_wrapper(block, context_fn=selective_contexts)
+        elif mode == "full" or (int(number) + 1) % int(mode) == 0:
+            model.layers[number] = checkpoint_wrapper(block)
+
+
+# ---- 5. Regional compile and asynchronous tensor parallelism -----------------------------------
+
+
+def apply_compile(model, *, backend="inductor"):
+    """Compile each block on its own, in place: one graph, reused by all blocks of the same shape.
+
+    A graph must be whole (a break is an error), and what happens between blocks, such as FSDP's
+    gathering, stays outside of it.
+
+    Source:  paper §2.2.2.
+    """
+    for block in model.layers.values():
+        block.compile(backend=backend, fullgraph=True)
+
+
+def enable_async_tp():
+    """Let the compiler cut the matmuls next to tp's collectives into pieces and overlap the two.
+
+    An all-gather with the matmuls that read it becomes fused_all_gather_matmul, a matmul with the
+    reduce-scatter of its result fused_matmul_reduce_scatter; both move data through symmetric
+    memory, which the GPUs of one host map into each other's address space.
+
+    Needs:   compiled blocks, CUDA with NVLink between all tp ranks, tp > 1.
+    Source:  paper §2.2.3 and B.6.
+    """
+    torch._inductor.config._micro_pipeline_tp = True
+
+
+# ---- 6. Fully sharded data parallelism ---------------------------------------------------------
+
+
+def apply_fsdp(model, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
+    """Shard parameters, gradients and optimizer states over the fsdp axis, in place.
+
+    Before:  parameters on the meta device, full or split over tp.
+    After:   every parameter is a DTensor sharded by its dim 0 over fsdp (dp_shard x cp) and
+             replicated over dp_replicate (HSDP). It is gathered in `param_dtype` just before its
+             unit runs, and its gradient is summed in `reduce_dtype`; master weights stay float32.
+    Units:   tok_embeddings | each block | norm with output. Tied embeddings: blocks | the rest.
+    Reshard: `always` frees a unit's gathered weights after its forward and gathers them again for
+             its backward; `never` keeps them; `default` frees blocks, but keeps them under a
+             pipeline, where each microbatch would gather again. It never frees norm with output,
+             whose backward comes first.
+    Costs:   per unit 1 all-gather (2 if resharded) and 1 reduce-scatter, and with dp_replicate > 1
+             an all-reduce of the shard; at degree 1 only the casts.
+    Source:  paper §2.1.2, §2.2.4, B.1, B.2 and B.7.
+    """
+    is_hsdp = mesh["dp_replicate"].size() > 1
+    options = {
+        "mesh": mesh["hsdp"] if is_hsdp else mesh["fsdp"],
+        # inputs are not cast: activations arrive in param_dtype, and the RoPE table that travels
+        # with them must stay float32 (bf16 cannot tell position 1,000 from 1,001)
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
+        "offload_policy": OffloadPolicy(),
+    }
+    if cpu_offload:
+        pin_memory = mesh["fsdp"].device_type == "cuda"
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
+    free_blocks = reshard == "always" or (reshard == "default" and mesh["pp"].size() == 1)
+    ends = [model.norm, model.output]
+    if model.config.tied_embeddings:  # one weight cannot live in two units
+        ends.insert(0, model.tok_embeddings)
+    elif model.tok_embeddings is not None:
+        fully_shard(model.tok_embeddings, reshard_after_forward=free_blocks, **options)
+    for block in model.layers.values():
+        fully_shard(block, reshard_after_forward=free_blocks, **options)
+    if model.norm is not None:
+        fully_shard(ends, reshard_after_forward=reshard == "always", **options)
+    fully_shard(model, **options)  # the root: no parameters of its own, it drives the others
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):  # an FSDP unit
+            module.set_gradient_divide_factor(1.0)  # sums, not means
+            module.set_force_sum_reduction_for_comms(True)  # by SUM, which gloo has too
+    model.tie_embeddings()
+
+
+# ---- 7. Weights --------------------------------------------------------------------------------
+
+
+def local_tensor(tensor):
+    """The part of a parameter or gradient that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensor(tensor):
+    """All of a parameter or gradient, gathered from the ranks that hold it (all must call)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def named_weights(model):
+    """(name, parameter) pairs under the names of model.py, whatever wraps its blocks."""
+    for name, parameter in model.named_parameters():
+        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+
+
+@torch.no_grad()
+def materialise(model, *, device, weight_device, draw, positions):
+    """Give a meta-device model its memory and initial values, in place.
+
+    Args:    device, where it computes; weight_device, where its shards live (cpu under offload);
+             draw(name, shape) -> full tensor, the same on every rank that calls it;
+             positions, the global positions of this rank's tokens (for the RoPE table).
+    Note:    every rank draws each parameter whole and keeps its slice: no communication, one full
+             tensor at a time in memory, and the same values on every mesh. DTensor's own random
+             operators do not keep that promise on CPU.
+    Source:  paper §2.1.1.
+    """
+    model.to_empty(device=weight_device)
+    model.tie_embeddings()
+    for name, parameter in named_weights(model):
+        full = draw(name, parameter.shape)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            full = distribute_tensor(full, mesh, placements, src_data_rank=None)
+        local_tensor(parameter).copy_(local_tensor(full))
+    model.init_rope(positions.to(device))
+
+
+# ---- 8. Gradient clipping ----------------------------------------------------------------------
+
+
+def clip_grad_norm(parameters, max_norm, pp_mesh):
+    """Scale all gradients so that their global L2 norm is at most `max_norm`, in place.
+
+    Returns: the norm before clipping, a 0-d tensor; no host sync.
+    Note:    the norm of a DTensor reduces over the axes it is sharded on, and only over those, so a
+             norm weight replicated over tp counts once. Stages hold different parameters: their
+             squares are added over pp. Every rank multiplies by the same factor.
+    Source:  the global norm of "On the difficulty of training RNNs" (arXiv 1211.5063).
+    """
+    parameters = list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = nn.utils.get_total_norm(grads, foreach=True)
+    norm = whole_tensor(norm)
+    if pp_mesh.size() > 1:
+        squares = norm.square()
+        dist.all_reduce(squares, group=pp_mesh.get_group())
+        norm = squares.sqrt()
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    return norm

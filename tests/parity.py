@@ -1,0 +1,250 @@
+"""Every mesh trains the same model as one process: run this file for the table.
+
+    python tests/parity.py --world 8              every case on up to 8 forked gloo ranks
+    python tests/parity.py --world 4 --dtype fp32 --steps 5
+
+A case is a list of train.py's own flags. It goes through the program's own `build` and `train_step`
+on the same global batches, with labels ignored (-100) unevenly over sequences, clipping active and
+SGD, which unlike Adam does not hide a gradient of the wrong scale. Against one process:
+
+    weights 0   initial weights, must be equal bit for bit
+    loss, norm  worst relative error over the steps (norm: before clipping)
+    grads       worst relative L2 error of any parameter's gradient before clipping, over the steps
+    weights     worst relative L2 error of any parameter after the last step
+
+Tolerances. In float64 errors are about 1e-15 and a real fault is 1e-3 or more, so 1e-12 leaves no
+doubt. In float32 sums of a few thousand terms in another order differ by about 1e-6, and parameters
+whose gradient nearly cancels by more: 1e-5 for loss and norm, 1e-4 for gradients and weights.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # when run as a script, from anywhere
+
+from ranks import run_ranks  # noqa: E402
+
+import parallel  # noqa: E402
+import pipeline  # noqa: E402
+import train  # noqa: E402
+
+# Nothing is round: odd layers and vocabulary, 2 queries per key and value head
+SMALL = "--set dim=32 n_layers=7 n_heads=8 n_kv_heads=4 ffn_dim=48 vocab_size=67 --seq-len 32"
+BASE = f"{SMALL} --global-batch-size 8 --optimizer sgd --lr 0.5 --weight-decay 0.01 --max-norm 0.4"
+TOLERANCES = {"fp64": (1e-12, 1e-12), "fp32": (1e-5, 1e-4)}  # loss and norm; gradients, weights
+
+# name -> (ranks, flags); --local-batch-size is set so that the global batch is `accumulation` parts
+MESHES = {
+    "dp2": (2, "--dp-shard 2"),
+    "dp4": (4, "--dp-shard 4"),
+    "replicate2": (2, "--dp-replicate 2"),
+    "hsdp 2x2": (4, "--dp-replicate 2 --dp-shard 2"),
+    "tp2": (2, "--tp 2"),
+    "tp4": (4, "--tp 4"),
+    "cp2": (2, "--cp 2"),
+    "cp4": (4, "--cp 4"),
+    "tp2 x cp2": (4, "--tp 2 --cp 2"),
+    "dp2 x tp2": (4, "--dp-shard 2 --tp 2"),
+    "dp2 x cp2": (4, "--dp-shard 2 --cp 2"),
+    "pp2": (2, "--pp 2"),
+    "pp4": (4, "--pp 4"),
+    "pp2 x dp2": (4, "--pp 2 --dp-shard 2"),
+    "pp2 x tp2": (4, "--pp 2 --tp 2"),
+    "pp2 x cp2": (4, "--pp 2 --cp 2"),
+    "pp2 x dp2 x tp2": (8, "--pp 2 --dp-shard 2 --tp 2"),
+    "pp2 x cp2 x tp2": (8, "--pp 2 --cp 2 --tp 2"),
+    "dp2 x cp2 x tp2": (8, "--dp-shard 2 --cp 2 --tp 2"),
+}
+SCHEDULES = {
+    f"pp{pp} {name}": (pp, f"--pp {pp} --pp-schedule {name}")
+    for pp in (2, 4)
+    for name in pipeline.SCHEDULES
+    if pp == 2 or pipeline.is_multi_stage(name)
+}
+
+
+def make_batches(steps, *, n_sequences, seq_len, vocab_size):
+    """[(inputs, labels)] of the whole global batch; the later half has most labels ignored."""
+    generator = torch.Generator().manual_seed(5)
+    batches = []
+    for _ in range(steps):
+        tokens = torch.randint(vocab_size, (n_sequences, seq_len + 1), generator=generator)
+        ignored = torch.rand(n_sequences, seq_len, generator=generator)
+        share = torch.linspace(0.0, 0.9, n_sequences)[:, None]  # from none to nine tenths
+        labels = torch.where(ignored < share, -100, tokens[:, 1:])
+        batches.append((tokens[:, :-1].contiguous(), labels))
+    return batches
+
+
+def gather_parts(job, value_of):
+    """{name: whole tensor} of this rank's stages; a copy, since clipping changes gradients."""
+    return {
+        name: parallel.whole_tensor(value_of(parameter)).detach().clone()
+        for part in job.parts
+        for name, parameter in parallel.named_weights(part)
+    }
+
+
+def run_case(flags, dtype, steps):
+    """Train on this rank as train.py would; return what `compare` looks at (all ranks call it)."""
+    torch.set_default_dtype(train.DTYPES[dtype])  # float64: master weights and sums in it as well
+    argv = f"{BASE} {flags} --param-dtype {dtype} --reduce-dtype {dtype}".split()
+    args = train.parse_args(argv)
+    config = train.resolve_args(args, dist.get_world_size())
+    train.check_args(args, config, dist.get_world_size())
+    job = train.build(args, config, torch.device("cpu"))
+    result = {"weights 0": gather_parts(job, lambda p: p), "loss": [], "norm": [], "grads": []}
+
+    def clip_and_record(parameters, max_norm, pp_mesh):
+        result["grads"].append(gather_parts(job, lambda p: p.grad))
+        return original(parameters, max_norm, pp_mesh)
+
+    original, parallel.clip_grad_norm = parallel.clip_grad_norm, clip_and_record
+    try:
+        per_rank = args.global_batch_size // job.mesh["data"].size()
+        first = job.mesh["data"].get_local_rank() * per_rank
+        for inputs, labels in make_batches(
+            steps, n_sequences=8, seq_len=args.seq_len, vocab_size=config.vocab_size
+        ):
+            mine = slice(first, first + per_rank)
+            stats = train.train_step(
+                job,
+                inputs[mine],
+                labels[mine],
+                local_batch_size=args.local_batch_size,
+                max_norm=args.max_norm,
+            )
+            result["loss"].append(stats[0].item())
+            result["norm"].append(stats[1].item())
+    finally:
+        parallel.clip_grad_norm = original
+        torch.set_default_dtype(torch.float32)
+    return result | {"weights": gather_parts(job, lambda p: p)}
+
+
+def run_cases(cases, dtype, steps):
+    """Run [flags, ...] one after the other on this rank."""
+    return [run_case(flags, dtype, steps) for flags in cases]
+
+
+def merge_ranks(results):
+    """One result from those of all ranks: every rank has the numbers, stages have their parameters.
+
+    That all ranks report the same loss and norm is part of the claim.
+    """
+    merged = results[0]
+    for result in results[1:]:
+        assert result["loss"] == merged["loss"], "ranks disagree about the loss"
+        assert result["norm"] == merged["norm"], "ranks disagree about the gradient norm"
+        for key in ("weights 0", "weights"):
+            merged[key] = result[key] | merged[key]
+        merged["grads"] = [
+            a | b for a, b in zip(result["grads"], merged["grads"], strict=True)
+        ]
+    return merged
+
+
+def relative_error(tensors, references):
+    assert tensors.keys() == references.keys(), tensors.keys() ^ references.keys()
+    return max(
+        ((tensors[name] - reference).norm() / reference.norm()).item()
+        for name, reference in references.items()
+    )
+
+
+def compare(result, reference):
+    """{column of the table: worst relative error, or for the initial weights whether equal}."""
+    names = reference["weights 0"].keys()
+    return {
+        "weights 0": result["weights 0"].keys() == names
+        and all(torch.equal(result["weights 0"][n], reference["weights 0"][n]) for n in names),
+        **{
+            key: max(
+                abs(a / b - 1) for a, b in zip(result[key], reference[key], strict=True)
+            )
+            for key in ("loss", "norm")
+        },
+        "grads": max(
+            relative_error(a, b) for a, b in zip(result["grads"], reference["grads"], strict=True)
+        ),
+        "weights": relative_error(result["weights"], reference["weights"]),
+    }
+
+
+def is_equal(errors, dtype):
+    numbers, tensors = TOLERANCES[dtype]
+    return (
+        errors["weights 0"]
+        and max(errors["loss"], errors["norm"]) < numbers
+        and max(errors["grads"], errors["weights"]) < tensors
+    )
+
+
+def run_matrix(cases, *, dtype, steps, timeout_s=600):
+    """{name: (ranks, flags)} -> {name: errors against one process}; one launch per world size."""
+    reference = run_ranks(1, run_cases, ["--local-batch-size 8"], dtype, steps)[0][0]
+    errors = {}
+    for world_size in sorted({ranks for ranks, _ in cases.values()}):
+        names = [name for name, (ranks, _) in cases.items() if ranks == world_size]
+        flags = [cases[name][1] for name in names]
+        results = run_ranks(world_size, run_cases, flags, dtype, steps, timeout_s=timeout_s)
+        for name, per_rank in zip(names, zip(*results, strict=True), strict=True):
+            errors[name] = compare(merge_ranks(list(per_rank)), reference)
+    return {name: errors[name] for name in cases}
+
+
+def with_accumulation(flags, n_data, accumulation):
+    return f"{flags} --local-batch-size {8 // n_data // accumulation}"
+
+
+def data_ranks(flags):
+    words = flags.split()
+    values = dict(zip(words, words[1:], strict=False))
+    return int(values.get("--dp-replicate", 1)) * int(values.get("--dp-shard", 1))
+
+
+def all_cases(world):
+    """Every mesh with every choice that applies to it."""
+    cases = {}
+    for name, (ranks, flags) in (MESHES | SCHEDULES).items():
+        # of a batch of 8, two halves are too few microbatches for 8 stages of DualPipeV
+        accumulations = (1,) if name == "pp4 DualPipeV" else (1, 2)
+        for accumulation in accumulations if ranks <= world else ():
+            for loss in ("", " --no-loss-parallel") if "--tp" in flags else ("",):
+                title = f"{name}{', loss gathered' if loss else ''}, accumulation {accumulation}"
+                full = with_accumulation(flags + loss, data_ranks(flags), accumulation)
+                cases[title] = (ranks, full)
+    return cases
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--world", type=int, default=8, help="most ranks to use")
+    parser.add_argument("--dtype", choices=TOLERANCES, default="fp64")
+    parser.add_argument("--steps", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = all_cases(args.world)
+    table = run_matrix(cases, dtype=args.dtype, steps=args.steps, timeout_s=3600)
+    width = max(map(len, table))
+    print(f"{args.dtype}, {args.steps} steps, against one process; worst relative errors")
+    print(f"{'':{width}}  weights 0      loss      norm     grads   weights")
+    failed = 0
+    for name, e in table.items():
+        ok = is_equal(e, args.dtype)
+        failed += not ok
+        print(
+            f"{name:{width}}  {'equal' if e['weights 0'] else 'DIFFER':>9}"
+            + "".join(f"{e[key]:10.1e}" for key in ("loss", "norm", "grads", "weights"))
+            + ("" if ok else "   <- FAILED")
+        )
+    print(f"{len(table) - failed} equal, {failed} failed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

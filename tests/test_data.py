@@ -1,0 +1,464 @@
+"""data.py: text of any shape becomes one stream of tokens, and a step always gets its windows."""
+
+import base64
+import fcntl
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+
+import data
+
+TOOL = Path(data.__file__)
+
+
+def write_bpe(path):
+    """A tiny tiktoken file: the 256 bytes and a few merges, ranks 0 ... 259."""
+    tokens = [bytes([value]) for value in range(256)] + [b"th", b"the", b" the", b"  "]
+    lines = [base64.b64encode(t) + b" %d" % rank for rank, t in enumerate(tokens)]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+@pytest.fixture
+def bpe(tmp_path):
+    return write_bpe(tmp_path / "tiny.model")
+
+
+def tokenize(files, out, tokenizer="bytes", n_workers=2, **options):
+    options = {"show_progress": False, **options}
+    return data.tokenize_corpus(files, tokenizer, out, n_workers=n_workers, **options)
+
+
+def make_shards(folder, tokens, shard_tokens=7, vocab_size=258):
+    """A folder of shards by hand, from its description."""
+    folder.mkdir()
+    shards = []
+    for start in range(0, len(tokens), shard_tokens):
+        part = np.asarray(tokens[start : start + shard_tokens], np.uint32)
+        shards.append({"file": f"{start}.npy", "n_tokens": len(part)})
+        np.save(folder / shards[-1]["file"], part)
+    index = {"format": 1, "tokenizer_name": "bytes", "tokenizer_fingerprint": "bytes-1"}
+    index |= {"fingerprint": "x", "vocab_size": vocab_size, "n_tokens": len(tokens)}
+    (folder / "index.json").write_text(json.dumps(index | {"shards": shards}))
+    return data.TokenShards(folder)
+
+
+# ---- the module's definition -------------------------------------------------------------------
+
+
+def test_text_to_batches_equals_a_straight_line_reference(tmp_path):
+    texts = ["first document", "zweites Dokument, größer", "3"]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+    tokenize(data.find_texts(tmp_path), tmp_path / "out", shard_tokens=10)
+    stream = [t for text in texts for t in (256, *text.encode(), 257)]
+    tokens = data.TokenShards(tmp_path / "out")
+    assert tokens.read(0, tokens.n_tokens).tolist() == stream
+    n = (len(stream) - 1) // 8
+    inputs, labels = data.batch_at(tokens, range(n), seq_len=8, seed=1)
+    rows = {(*x, y[-1]) for x, y in zip(inputs.tolist(), labels.tolist(), strict=True)}
+    assert rows == {tuple(stream[i * 8 : i * 8 + 9]) for i in range(n)}
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+    assert inputs.dtype == labels.dtype == torch.int64
+
+
+# ---- 1. Tokenizers -----------------------------------------------------------------------------
+
+
+def test_special_ids_are_those_of_llama_3_1(bpe):
+    tokenizer = data.load_tokenizer(bpe)
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (516, 260, 261)
+    # published as 128000 + offset for 128000 ranks
+    offsets = {"finetune_right_pad_id": 4, "start_header_id": 6, "eot_id": 9, "python_tag": 10}
+    offsets |= {"reserved_special_token_2": 5, "reserved_special_token_3": 11}
+    for name, offset in offsets.items():
+        assert tokenizer.bpe.encode(f"<|{name}|>", allowed_special="all") == [260 + offset]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_text_that_looks_special_is_plain_text(kind, bpe):
+    tokenizer = data.load_tokenizer("bytes" if kind == "bytes" else bpe)
+    text = "a <|begin_of_text|><|end_of_text|> b"
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.uint32 and ids.max() < tokenizer.bos_id
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == text
+    assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"  # half a character
+
+
+@pytest.mark.parametrize("text", ["", " " * 60_000, "x" * 60_000, "世é" * 30_000, "\r\n" * 40_000])
+def test_hostile_text_decodes_back(text, bpe):
+    tokenizer = data.load_tokenizer(bpe)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_cutting_long_text_changes_no_token(bpe):
+    tokenizer = data.load_tokenizer(bpe)
+    words = ["the", " the", "  ", "12345", "!?", "\n", " \n\n the", "\u3000x", "it's", "\t", " 世"]
+    text = "".join(np.random.default_rng(0).choice(words, 40_000))
+    assert len(text) > 3 * data.MAX_BPE_CHARS
+    assert tokenizer.encode(text).tolist() == tokenizer.bpe.encode_ordinary(text)
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"{}", b"\x0a\x07<unk>", b"YQ== 0\nYg== 1\n", b"YQ== 1\n", b"YQ== x\n"]
+)
+def test_a_wrong_tokenizer_file_is_named(content, tmp_path):
+    path = tmp_path / "wrong.model"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"--tokenizer .*wrong.model .*must be.*--tokenizer bytes"):
+        data.load_tokenizer(path)
+
+
+# ---- 2. and 3. Finding and reading text --------------------------------------------------------
+
+
+def test_the_default_text_is_the_standard_library_without_tests_and_packages():
+    names = [f.as_posix() for f in data.find_texts(None)]
+    assert names == sorted(names)
+    assert any(n.endswith("/argparse.py") for n in names)
+    assert not any("/test/" in n or "-packages/" in n or "_sysconfigdata" in n for n in names)
+    assert sum(os.path.getsize(n) for n in names) > 5e6
+
+
+def test_folder_file_and_glob_find_text(tmp_path):
+    for name in ("b.txt", "sub/a.json.gz", "c.bin", ".hidden/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    assert data.find_texts(tmp_path) == [tmp_path / "b.txt", tmp_path / "sub/a.json.gz"]
+    assert data.find_texts(f"{tmp_path}/*.txt") == [tmp_path / "b.txt"]
+    assert data.find_texts(tmp_path / "b.txt") == [tmp_path / "b.txt"]
+
+
+@pytest.mark.parametrize("name", ["missing", "empty", "binary", "missing/*.txt", "binary/x.bin"])
+def test_data_without_text_is_refused(name, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary/x.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"--data .*; it must name .*: give another path"):
+        data.find_texts(tmp_path / name)
+
+
+def test_bad_lines_and_bytes_are_counted_reported_and_survived(tmp_path, capsys):
+    lines = [b'{"text": "ok"}', b"[1]", b"{broken", b'{"text": 3}', b'{"no": 1}', b""]
+    lines += [
+        b"[" * 99_999,
+        b'{"text": "a\\ud800b"}',
+        b'{"text": "c\xffd"}',
+        b'{"text": ""}',
+        b'{"text": "end"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfx\xfe\xffy")
+    (tmp_path / "c.txt").write_bytes(b"")
+    index = tokenize(data.find_texts(tmp_path), tmp_path / "out")
+    counts = [index[f"n_{kind}"] for kind in ("documents", "skipped", "empty", "repaired")]
+    assert counts == [5, 5, 2, 3]
+    tokens = data.TokenShards(tmp_path / "out")
+    text = data.ByteTokenizer().decode(tokens.read(0, tokens.n_tokens))
+    assert text == "oka\ufffdbc\ufffddendx\ufffd\ufffdy"
+    err = capsys.readouterr().err
+    assert "5 JSON lines" in err and "3 texts held invalid Unicode" in err and "a.jsonl" in err
+
+
+def test_long_files_are_read_in_blocks_and_come_out_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "BLOCK_SIZE", 64)
+    text = "Größe und Maß, größer. " * 50
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}) + '\n{"text": "z"}')
+    tokenize(data.find_texts(tmp_path), tmp_path / "out")
+    tokens = data.TokenShards(tmp_path / "out")
+    body = [256, *text.encode(), 257]
+    assert tokens.read(0, tokens.n_tokens).tolist() == [*body, *body, 256, ord("z"), 257]
+    pieces = [piece for piece, _ in data.read_pieces(tmp_path / "a.txt", 0)]
+    assert max(len(piece.content) for piece in pieces) <= 64
+
+
+def test_a_torn_gzip_names_the_file_and_publishes_nothing(tmp_path):
+    noise = np.random.default_rng(0).integers(97, 122, 300_000).astype(np.uint8).tobytes()
+    whole = gzip.compress(b'{"text": "' + noise + b'"}\n')
+    (tmp_path / "torn.json.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"torn.json.gz cannot be read"):
+        tokenize(data.find_texts(tmp_path), tmp_path / "out")
+    assert not [p for p in tmp_path.iterdir() if p.is_dir()]
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"a.parquet .*pip install pyarrow"):
+        tokenize(data.find_texts(tmp_path), tmp_path / "out")
+
+
+# ---- 4. Tokenising -----------------------------------------------------------------------------
+
+
+def test_shards_do_not_depend_on_the_number_of_workers(tmp_path, bpe, monkeypatch):
+    monkeypatch.setattr(data, "BLOCK_SIZE", 500)  # many tasks
+    documents = [f"the document {i} " * (i % 40) for i in range(300)]
+    with gzip.open(tmp_path / "c4.json.gz", "wt") as stream:
+        stream.writelines(json.dumps({"text": d, "url": "u"}) + "\n" for d in documents)
+    files = data.find_texts(tmp_path / "c4.json.gz")
+    one, four = (
+        tokenize(files, tmp_path / f"w{n}", str(bpe), n, shard_tokens=1000) for n in (1, 4)
+    )
+    assert one == four and len(one["shards"]) == math.ceil(one["n_tokens"] / 1000)
+    bare = tiktoken.Encoding(
+        "x",
+        pat_str=data.LLAMA3_SPLIT,
+        mergeable_ranks=data.load_bpe_ranks(bpe)[0],
+        special_tokens={},
+    )
+    expected = [t for d in documents if d for t in (260, *bare.encode_ordinary(d), 261)]
+    for n in (1, 4):
+        tokens = data.TokenShards(tmp_path / f"w{n}")
+        assert tokens.read(0, tokens.n_tokens).tolist() == expected
+
+
+def test_an_unfinished_folder_is_replaced_and_a_finished_one_kept(tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/tokens-00009.npy").write_bytes(b"left by a killed process")
+    files = data.find_texts(tmp_path / "a.txt")
+    tokenize(files, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "out"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["index.json", "tokens-00000.npy"]
+    with pytest.raises(BlockingIOError, match=r"--out .*exists"):
+        tokenize(files, tmp_path / "out")
+
+
+def test_two_processes_cannot_write_one_folder(tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    with open(tmp_path / "out.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError, match="another process"):
+            tokenize(data.find_texts(tmp_path), tmp_path / "out")
+    with data.publish_folder(tmp_path / "out") as partial:
+        inode = partial.stat().st_ino
+        with pytest.raises(BlockingIOError), data.publish_folder(tmp_path / "out"):
+            pass
+        assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out").stat().st_ino == inode  # renamed, never half copied
+
+
+def test_a_corpus_of_empty_documents_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.jsonl").write_text('{"text": ""}\n{"body": "x"}\n')
+    with pytest.raises(ValueError, match=r"2 empty documents, 1 JSON lines"):
+        tokenize(data.find_texts(tmp_path), tmp_path / "out")
+
+
+# ---- 5. Token shards ---------------------------------------------------------------------------
+
+
+def test_reading_crosses_shards(tmp_path):
+    tokens = make_shards(tmp_path / "s", list(range(50)))
+    for start in range(50):
+        for count in range(1, 51 - start):
+            assert tokens.read(start, count).tolist() == list(range(start, start + count))
+
+
+@pytest.mark.parametrize("damage", ["torn", "missing", "count", "json", "dtype", "format"])
+def test_damaged_shards_are_refused(damage, tmp_path):
+    folder = tmp_path / "s"
+    make_shards(folder, list(range(50)))
+    path, shard = folder / "index.json", folder / "7.npy"
+    if damage == "torn":
+        shard.write_bytes(shard.read_bytes()[:-4])
+    elif damage == "missing":
+        shard.unlink()
+    elif damage == "dtype":
+        np.save(shard, np.zeros(7, np.int64))
+    else:
+        old, new = {"count": ("50", "51"), "json": ("{", ""), "format": (": 1,", ": 9,")}[damage]
+        path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(ValueError, match=r"--data .*damaged folder"):
+        data.TokenShards(folder)
+
+
+def test_an_id_outside_the_vocabulary_stops_the_read(tmp_path):
+    tokens = make_shards(tmp_path / "s", [1, 2, 300, 4])
+    with pytest.raises(AssertionError, match="258"):
+        tokens.read(0, 4)
+
+
+def test_shards_of_another_tokenizer_are_refused_naming_both(tmp_path, bpe):
+    make_shards(tmp_path / "s", list(range(50)))
+    with pytest.raises(ValueError, match=r"--tokenizer .*tiny.model .*bytes \(bytes-1\)"):
+        data.open_tokens(tmp_path / "s", bpe, cache_dir=tmp_path / "c", is_builder=True)
+
+
+def test_text_is_tokenised_once_and_waiting_ranks_get_it(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    opened = []
+
+    def wait():
+        arguments = {"cache_dir": tmp_path / "cache", "is_builder": False}
+        opened.append(data.open_tokens(tmp_path / "a.txt", "bytes", **arguments))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    built = data.open_tokens(
+        tmp_path / "a.txt", "bytes", cache_dir=tmp_path / "cache", is_builder=True
+    )
+    thread.join(10)
+    assert opened[0].fingerprint == built.fingerprint
+    times = {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*")}
+    data.open_tokens(tmp_path / "a.txt", "bytes", cache_dir=tmp_path / "cache", is_builder=True)
+    assert times == {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*")}
+    (tmp_path / "a.txt").write_text("more text")  # as long as before: its time tells
+    other = data.open_tokens(
+        tmp_path / "a.txt", "bytes", cache_dir=tmp_path / "cache", is_builder=True
+    )
+    assert other.fingerprint != built.fingerprint
+
+
+def test_a_large_corpus_is_refused_with_the_command_to_run(tmp_path):
+    with open(tmp_path / "big.jsonl.gz", "wb") as stream:
+        stream.truncate(700_000_000)  # sparse; counted 3 times: 2.1 GB
+    with pytest.raises(
+        ValueError, match=r"python data.py --data .* --tokenizer bytes --out tokens"
+    ):
+        data.open_tokens(tmp_path, "bytes", cache_dir=tmp_path / "c", is_builder=True)
+
+
+# ---- 6. Shuffle --------------------------------------------------------------------------------
+
+
+def test_permute_is_a_permutation():
+    for n in [*range(1, 70), 1000, 1023, 1024, 1025, 12_345]:
+        assert sorted(data.permute(np.arange(n), n, "7:0").tolist()) == list(range(n))
+
+
+def test_permute_needs_no_table():
+    n = 1 << 41  # a table of this size would be 16 TiB
+    i = np.arange(n - 1000, n, dtype=np.int64)
+    out = data.permute(i, n, 0)
+    assert len(set(out.tolist())) == 1000 and out.min() >= 0 and out.max() < n
+
+
+def test_permute_is_uniform_over_keys():
+    # chi-square over 10 cells, 9 degrees of freedom: P(> 40) = 8e-6 for a uniform shuffle
+    n, n_keys = 10, 4000
+    out = np.stack([data.permute(np.arange(n), n, key) for key in range(n_keys)])
+    for i in range(n):
+        cells = np.bincount(out[:, i], minlength=n)
+        assert ((cells - n_keys / n) ** 2 / (n_keys / n)).sum() < 40
+    # neighbours stay neighbours (out[i + 1] = out[i] + 1) with probability 1 / n: 9 * 400 expected,
+    # standard deviation about 57
+    assert abs((np.diff(out, axis=1) == 1).sum() - 3600) < 6 * 57
+
+
+def test_every_epoch_is_another_order_of_all_windows():
+    epoch, window = data.window_at(np.arange(300), 100, 5)
+    assert epoch.tolist() == [0] * 100 + [1] * 100 + [2] * 100
+    orders = window.reshape(3, 100)
+    assert all(sorted(order) == list(range(100)) for order in orders.tolist())
+    # two random orders agree in one place on average; more than 12 has probability below 1e-9
+    assert max((orders[a] == orders[b]).sum() for a, b in [(0, 1), (0, 2), (1, 2)]) <= 12
+    assert (data.window_at(np.arange(100), 100, 6)[1] != orders[0]).sum() >= 88
+    assert [int(data.window_at(i, 100, 5)[1]) for i in range(300)] == window.tolist()
+
+
+# ---- 7. Batches --------------------------------------------------------------------------------
+
+
+def test_resuming_on_other_ranks_repeats_and_skips_no_window(tmp_path):
+    tokens = make_shards(tmp_path / "s", list(range(241)), shard_tokens=50)  # 24 windows of 10
+
+    def consume(start, stop, global_batch, dp):
+        rows = []
+        for first in range(start, stop, global_batch):
+            ranks = np.arange(first, first + global_batch).reshape(dp, -1)
+            rows += [x for r in ranks for x in data.batch_at(tokens, r, seq_len=10, seed=3)[0]]
+        return [int(row[0]) for row in rows]
+
+    straight = consume(0, 48, 4, 1)  # two epochs
+    assert consume(0, 20, 4, 2) + consume(20, 32, 4, 4) + consume(32, 48, 8, 1) == straight
+    assert Counter(straight) == Counter({10 * i: 2 for i in range(24)})
+
+
+def test_an_incomplete_last_window_is_left_out(tmp_path):
+    tokens = make_shards(tmp_path / "s", list(range(106)))  # 10.5 windows of 10
+    assert tokens.n_windows(10) == 10
+    assert make_shards(tmp_path / "t", list(range(100))).n_windows(10) == 9  # needs 101 for 10
+    assert make_shards(tmp_path / "u", [1]).n_windows(10) == 0
+
+
+def test_validation_beyond_the_last_window_counts_for_nothing(tmp_path):
+    tokens = make_shards(tmp_path / "s", list(range(31)))  # 3 windows of 10
+    batches = [data.validation_batch_at(tokens, [r, r + 2], seq_len=10) for r in range(2)]
+    labels = torch.cat([labels for _, labels in batches])
+    assert (labels == -100).all(dim=1).tolist() == [False, False, False, True]
+    assert sorted(labels[labels != -100].tolist()) == list(range(1, 31))
+
+
+def test_the_loader_reads_ahead_and_raises_in_get():
+    started = threading.Event()
+
+    def read(step):
+        if step == 1:
+            started.set()
+        if step == 2:
+            raise OSError("disk gone")
+        return torch.tensor([step]), torch.tensor([-step])
+
+    loader = data.BatchLoader(read, "cpu")
+    assert loader.get(0)[0].item() == 0
+    assert started.wait(10)  # without get(1)
+    assert [x.item() for x in loader.get(1)] == [1, -1] and loader.wait_s >= 0
+    with pytest.raises(OSError, match="disk gone"):
+        loader.get(2)
+    assert loader.get(7)[0].item() == 7  # a jump
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_loader_copies_to_the_gpu_without_host_sync():
+    loader = data.BatchLoader(lambda s: (torch.full((64, 4096), s), torch.full((64,), -s)), "cuda")
+    loader.get(0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sums = [loader.get(step)[0].sum() for step in range(1, 20)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [s.item() for s in sums] == [step * 64 * 4096 for step in range(1, 20)]
+
+
+# ---- 8. The tool -------------------------------------------------------------------------------
+
+
+def run_tool(*arguments):
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_tool_writes_shards_and_explains_itself(tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    done = run_tool("--data", tmp_path / "a.txt", "--out", tmp_path / "out")
+    assert done.returncode == 0 and "7 tokens" in done.stdout, done.stderr
+    assert data.TokenShards(tmp_path / "out").read(0, 7).tolist() == [256, *b"hello", 257]
+    assert ".json" in run_tool("--help").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--data", "missing"), ("--tokenizer", "missing"), ("--workers", "0"), ("--out", "/proc/x")],
+)
+def test_the_tool_says_errors_in_one_line(arguments, tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    result = run_tool("--data", tmp_path / "a.txt", "--out", tmp_path / "out", *arguments)
+    assert result.returncode == 1 and len(result.stderr.strip().splitlines()) == 1
+    assert result.stderr.startswith("data.py: ") and arguments[1] in result.stderr

@@ -1,0 +1,505 @@
+"""train.py: against the plainest loop, over resumes and meshes, and what it refuses."""
+
+import ast
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_program, run_ranks
+
+import data
+import model
+import parallel
+import train
+
+ROOT = Path(__file__).parents[1]
+TINY = (
+    "--set dim=32 n_layers=2 n_heads=4 n_kv_heads=2 ffn_dim=48 vocab_size=300 --seq-len 32 "
+    "--local-batch-size 2 --log-every 1 --data text"
+)
+SHARD_BATCH = "--global-batch-size 8"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A working directory with some text: 20 documents, each a sentence of its own repeated."""
+    path = tmp_path_factory.mktemp("run")
+    (path / "text").mkdir()
+    for k in range(20):
+        (path / "text" / f"{k:02}.txt").write_text(f"document {k} says {k * k}. " * (3 + k % 7))
+    return path
+
+
+def train_on(world_size, flags, folder, before=None):
+    """Run the program and return rank 0's output; it must succeed."""
+    codes, outputs = run_program(world_size, f"{TINY} {flags}", cwd=folder, before=before)
+    assert codes == [0] * world_size, "\n".join(outputs)
+    assert not any(outputs[1:]), "only rank 0 prints"
+    return outputs[0]
+
+
+def metrics_of(folder, out):
+    return [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(folder, out):
+    return [row["loss"] for row in metrics_of(folder, out)]
+
+
+# ---- 1. The program is the plainest loop -------------------------------------------------------
+
+
+def plain_losses(folder, steps):
+    """A dozen lines without any of this project but the model and its data."""
+    tokens = data.open_tokens(
+        str(folder / "text"), "bytes", cache_dir=folder / ".cache", is_builder=True
+    )
+    config = model.ModelConfig(32, 2, 4, 2, 48, vocab_size=300)
+    transformer = model.Transformer(config, seq_len=32)
+    with torch.no_grad():
+        for name, p in transformer.named_parameters():
+            p.copy_(model.draw_weight(name, p.shape, config=config, seed=0, device="cpu"))
+    optimizer = torch.optim.AdamW(
+        transformer.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
+    losses = []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 0.01 * (step + 1) / 4 if step < 4 else 0.01
+        inputs, labels = data.batch_at(tokens, range(8 * step, 8 * step + 8), seq_len=32, seed=0)
+        logits = transformer(inputs)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("world_size, flags", [(1, ""), (2, ""), (4, "--dp-replicate 2")])
+def test_the_program_trains_as_the_plainest_loop(folder, world_size, flags):
+    schedule = "--lr 0.01 --warmup-steps 4 --decay-ratio 0"
+    out = f"plain-{world_size}"
+    train_on(world_size, f"{SHARD_BATCH} --steps 8 {schedule} --out {out} {flags}", folder)
+    # float32 sums in another order; Adam divides by small second moments, which enlarges it
+    assert losses_of(folder, out) == pytest.approx(plain_losses(folder, 8), rel=1e-4)
+
+
+def test_the_learning_rate_is_warmup_stable_decay():
+    """Vectors worked out by hand for 10 steps."""
+
+    def factors(flags, steps=10):
+        args = train.parse_args(f"--lr 1 --steps {steps} {flags}".split())
+        return [round(train.lr_at(step, args), 6) for step in range(1, steps + 1)]
+
+    assert factors("--warmup-steps 2") == [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]
+    assert factors("--warmup-steps 2 --decay-ratio 0.5") == [
+        0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2,
+    ]  # fmt: skip
+    assert factors("--warmup-steps 0") == [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+    assert factors("--warmup-steps 10", steps=5) == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert factors("--warmup-steps 2 --min-lr-ratio 0.2")[-1] == 0.3  # 0.2 + 0.8 / 8
+    sqrt = factors("--warmup-steps 6 --decay sqrt")
+    assert sqrt[7] == pytest.approx(1 - math.sqrt(1 / 4), abs=1e-6)
+    cosine = factors("--warmup-steps 6 --decay cosine")
+    assert cosine[7] == pytest.approx((1 + math.cos(math.pi / 4)) / 2, abs=1e-6)
+
+
+# ---- 2. Resume ---------------------------------------------------------------------------------
+
+
+def final_weights(folder, out, step):
+    """The whole state of a checkpoint, read without any of this project's code."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    target = folder / f"{out}-{step}.pt"
+    dcp_to_torch_save(folder / out / "checkpoints" / f"step-{step:08}", target)
+    return torch.load(target, weights_only=True)
+
+
+def flatten(tree, prefix=""):
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {k: v for key, sub in tree.items() for k, v in flatten(sub, f"{prefix}.{key}").items()}
+
+
+def test_twenty_steps_equal_five_and_five_and_ten_bit_for_bit(folder):
+    """Across an epoch boundary: the text has fewer than 20 global batches."""
+    flags = f"{SHARD_BATCH} --checkpoint-every 5 --decay-ratio 0 --warmup-steps 3"
+    train_on(2, f"{flags} --steps 20 --out straight", folder)
+    for steps in (5, 10, 20):
+        output = train_on(2, f"{flags} --steps {steps} --out resumed", folder)
+    assert "resumed" in output and "at step 10" in output
+    straight, resumed = metrics_of(folder, "straight"), metrics_of(folder, "resumed")
+    for key in ("step", "loss", "grad_norm", "lr", "tokens"):
+        assert [row[key] for row in straight] == [row[key] for row in resumed], key
+    n_tokens = json.loads(next(folder.glob(".cache/*/index.json")).read_text())["n_tokens"]
+    assert (n_tokens - 1) // 32 < 20 * 8, "the text must be seen more than once"
+    a, b = (flatten(final_weights(folder, out, 20)) for out in ("straight", "resumed"))
+    assert a.keys() == b.keys() and any("exp_avg_sq" in key for key in a)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def note_windows(rank):
+    """In a forked rank: write every window that is read, by its global position, to a file."""
+    original = data.batch_at
+
+    def batch_at(tokens, positions, *, seq_len, seed):
+        _, windows = data.window_at(np.asarray(positions), tokens.n_windows(seq_len), seed)
+        with open(f"windows-{rank}.txt", "a") as file:
+            file.writelines(f"{p} {w}\n" for p, w in zip(positions, windows, strict=True))
+        return original(tokens, positions, seq_len=seq_len, seed=seed)
+
+    data.batch_at = batch_at
+
+
+def test_resuming_on_other_meshes_reads_the_same_windows_and_gives_the_same_losses(folder):
+    constant = "--decay-ratio 0 --warmup-steps 0 --optimizer sgd --lr 0.3"
+    flags = f"{SHARD_BATCH} --checkpoint-every 3 {constant}"
+    train_on(1, f"{flags} --steps 12 --out one", folder)
+    for world_size, steps, mesh in ((1, 3, ""), (2, 6, ""), (4, 9, "--tp 2"), (1, 12, "")):
+        train_on(world_size, f"{flags} {mesh} --steps {steps} --out moved", folder, note_windows)
+    # float32 sums in another order; SGD keeps the difference that small
+    assert losses_of(folder, "moved") == pytest.approx(losses_of(folder, "one"), rel=1e-5)
+    assert [row["step"] for row in metrics_of(folder, "moved")] == list(range(1, 13))
+    lines = [line for path in folder.glob("windows-*.txt") for line in path.read_text().split("\n")]
+    seen = dict(map(int, line.split()) for line in lines if line)
+    assert sorted(seen)[: 12 * 8] == list(range(12 * 8)), "positions are consecutive"
+    assert len({*lines} - {""}) == len(seen), "a position means one window on every mesh"
+    n_windows = max(seen.values()) + 1
+    first_epoch = [seen[p] for p in range(n_windows)]
+    assert sorted(first_epoch) == list(range(n_windows)), "no window twice or left out in an epoch"
+
+
+def test_a_finished_run_says_so_and_can_be_extended(folder):
+    train_on(1, "--steps 2 --out finished", folder)
+    assert "nothing to do" in train_on(1, "--steps 2 --out finished", folder)
+    output = train_on(1, "--steps 3 --lr 0.5 --out finished", folder)
+    assert "flags changed since the checkpoint" in output and "lr 0.002 -> 0.5" in output
+    assert [row["step"] for row in metrics_of(folder, "finished")] == [1, 2, 3]
+    state = json.loads((folder / "finished/checkpoints/step-00000003/train.json").read_text())
+    assert (state["step"], state["sequences"], state["tokens"]) == (3, 6, 6 * 32)
+
+
+def test_resuming_an_older_step_sets_the_newer_aside_and_drops_its_rows(folder):
+    train_on(1, "--steps 6 --checkpoint-every 2 --out branch", folder)
+    output = train_on(1, "--steps 3 --checkpoint-every 0 --resume 2 --out branch", folder)
+    assert output.count("set aside") == 2
+    assert [row["step"] for row in metrics_of(folder, "branch")] == [1, 2, 3]
+    names = {path.name for path in (folder / "branch/checkpoints").iterdir()}
+    assert "step-00000002" in names and "step-00000006" not in names and len(names) == 3
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--seq-len 16", "--seq-len 16 differs from 32"),
+        ("--seed 1", "--seed 1 differs from 0"),
+        ("--set n_layers=3", r"model\.layers\.2\.\S+ is absent there and \(16, 32\) in this run"),
+        ("--resume 7", r"--resume 7 .*steps there: 2"),
+        ("--resume never", "--resume never conflicts"),
+        ("--optimizer sgd", r"optimizer\.layers"),
+    ],
+)
+def test_what_does_not_fit_the_checkpoint_is_refused(folder, flags, message):
+    if not (folder / "fixed").exists():
+        train_on(1, "--steps 2 --out fixed", folder)
+    before = (folder / "fixed" / "metrics.jsonl").read_text()
+    codes, outputs = run_program(1, f"{TINY} --steps 4 --out fixed {flags}", cwd=folder)
+    assert codes == [1]
+    assert re.search(message, outputs[0]) and "Traceback" not in outputs[0], outputs[0]
+    assert (folder / "fixed" / "metrics.jsonl").read_text() == before
+
+
+# ---- 3. Steps that go wrong --------------------------------------------------------------------
+
+
+def poison_gradient(rank):
+    """In a forked rank: rank 1's gradient of one parameter is Inf at the third step."""
+    original, calls = parallel.clip_grad_norm, []
+
+    def clip_grad_norm(parameters, max_norm, pp_mesh):
+        calls.append(1)
+        if rank == 1 and len(calls) == 3:
+            parallel.local_tensor(parameters[1].grad).flatten()[0] = math.inf
+        return original(parameters, max_norm, pp_mesh)
+
+    parallel.clip_grad_norm = clip_grad_norm
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks_and_is_not_saved(folder):
+    flags = f"{TINY} --steps 9 --checkpoint-every 1 --out poisoned"
+    codes, outputs = run_program(2, flags, cwd=folder, before=poison_gradient)
+    assert codes[0] == 1 and codes[1] != 0
+    assert "step 3 gave loss" in outputs[0] and "gradient norm inf" in outputs[0], outputs[0]
+    assert re.search(r"Loss not finite on ranks none; .* on ranks \[1\]: layers\.0", outputs[0])
+    steps = sorted(path.name for path in (folder / "poisoned/checkpoints").iterdir())
+    assert steps[:2] == ["step-00000001", "step-00000002"] and "step-00000003" not in steps
+
+
+def interrupt_rank_one(rank):
+    """In a forked rank: rank 1 is told to end in the middle of its third step."""
+    original, calls = train.forward_backward, []
+
+    def forward_backward(*args):
+        calls.append(1)
+        if rank == 1 and len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)
+
+    train.forward_backward = forward_backward
+
+
+@pytest.mark.parametrize("mesh", ["", "--tp 2", "--pp 2"])
+def test_sigterm_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint(folder, mesh):
+    out = f"stopped{mesh.replace(' ', '')}"
+    flags = f"--steps 50 --warmup-steps 0 --decay-ratio 0 {mesh} --out {out}"
+    output = train_on(2, flags, folder, interrupt_rank_one)  # exit status 0 on both ranks
+    # asked in step 3, after its own answer was composed: told in step 4, read in step 5
+    assert "stopped by a rank at step 5; checkpoint in" in output
+    assert [row["step"] for row in metrics_of(folder, out)] == [1, 2, 3, 4, 5]
+    assert "resumed" in train_on(1, flags.replace(mesh, "").replace("50", "6"), folder)
+
+
+def step_without_labels():
+    args = train.parse_args(shlex.split(TINY))
+    config = train.resolve_args(args, dist.get_world_size())
+    job = train.build(args, config, torch.device("cpu"))
+    inputs = torch.zeros(2, 32, dtype=torch.int64)
+    labels = torch.full((2, 32), -100)
+    options = {"local_batch_size": 2, "max_norm": 1.0}
+    return train.train_step(job, inputs, labels, **options).tolist()
+
+
+def test_a_batch_without_a_valid_label_has_zero_loss_and_gradient():
+    for stats in run_ranks(2, step_without_labels):
+        assert stats == [0.0] * 5
+
+
+def evaluate_on_ranks(folder, n_sequences):
+    """Validation loss of this many windows on this mesh, and by one plain forward."""
+    args = train.parse_args(shlex.split(f"{TINY} --val-steps 9"))
+    config = train.resolve_args(args, dist.get_world_size())
+    job = train.build(args, config, torch.device("cpu"))
+    tokens = data.open_tokens(
+        str(folder / "text"), "bytes", cache_dir=folder / ".cache", is_builder=True
+    )
+    tokens.n_windows = lambda seq_len: n_sequences
+    inputs, labels = data.validation_batch_at(tokens, range(n_sequences), seq_len=32)
+    plain = model.Transformer(config, seq_len=32)
+    plain.load_state_dict(
+        {n: parallel.whole_tensor(p) for n, p in job.parts[0].named_parameters()}
+    )
+    logits = plain(inputs).flatten(0, 1)
+    reference = torch.nn.functional.cross_entropy(logits, labels.flatten())
+    return train.evaluate(job, tokens, args), reference.item()
+
+
+@pytest.mark.parametrize("n_sequences", [3, 4, 7])
+def test_validation_weighs_tokens_and_ends_on_ranks_with_unequal_shares(folder, n_sequences):
+    for loss, reference in run_ranks(2, evaluate_on_ranks, folder, n_sequences):
+        assert loss == pytest.approx(reference, rel=1e-6)
+
+
+def test_validation_under_a_pipeline_and_the_row_it_is_logged_in(folder):
+    flags = f"{SHARD_BATCH} --steps 3 --val-data text --val-every 2 --optimizer sgd --lr 0.3"
+    train_on(1, f"{flags} --out val-1", folder)
+    train_on(2, f"{flags} --pp 2 --local-batch-size 4 --out val-pp", folder)
+    one, two = metrics_of(folder, "val-1"), metrics_of(folder, "val-pp")
+    assert [row["step"] for row in one if "val_loss" in row] == [2, 3]
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        # the first batches hold other windows where the local batch differs, so not exactly equal
+        assert ("val_loss" in a) == ("val_loss" in b)
+
+
+def test_metrics_have_the_documented_keys(folder):
+    train_on(1, "--steps 2 --out keys", folder)
+    keys = "step loss grad_norm lr tokens tokens_per_s tokens_per_s_per_device tflops mfu "
+    rows = metrics_of(folder, "keys")
+    assert all(list(row) == (keys + "memory_gib data_s").split() for row in rows)
+    assert rows[-1]["mfu"] is None, "no peak is known for a CPU"
+    assert rows[-1]["tokens"] == 2 * 2 * 32
+
+
+# ---- 4. Refusals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "world_size, flags, message",
+    [
+        (1, "--steps 0", "--steps 0 must be at least 1"),
+        (1, "--lr 0", "--lr 0.0 must be greater than 0"),
+        (1, "--beta2 1.5", "--beta2 1.5 must be between 0 and 1"),
+        (4, "--dp-shard 8", "make 8 ranks, but the world size is 4.*try --dp-shard 4"),
+        (4, "--dp-replicate 3", "make 3 ranks, but the world size is 4.*multiple of 3 ranks"),
+        (4, "--dp-shard 0", "--dp-shard 0 must be at least 1"),
+        (4, "--tp -2", "--tp -2 must be at least 1"),
+        (4, "--dp-shard -1 --dp-replicate -1", "--dp-replicate -1 must be at least 1"),
+        (2, "--global-batch-size 12", "must be a multiple of --local-batch-size 8 times 2.*16"),
+        (2, "--local-batch-size 0", "--local-batch-size 0 must be at least 1"),
+        (8, "--tp 8 --model 1b --set n_kv_heads=4", "--tp 8 must divide n_kv_heads 4.*1 or 2 or 4"),
+        (3, "--tp 3 --set n_heads=3 n_kv_heads=3 dim=384", "--tp 3 must divide ffn_dim|seq-len"),
+        (8, "--tp 8 --seq-len 100", "--seq-len 100 must be a multiple of 8.*96 or 104"),
+        (4, "--cp 4 --seq-len 100", "--seq-len 100 must be a multiple of 8.*96 or 104"),
+        (2, "--pp 2 --model 1b", "--pp 2 and the tied embeddings"),
+        (2, "--pp 2 --microbatch-size 3", "must be a multiple of --microbatch-size 3.*6 or 9"),
+        (2, "--pp 2 --stages-per-rank 2", "--stages-per-rank 2 conflicts with --pp-schedule 1F1B"),
+        (2, "--pp 2 --pp-split layers.1,layers.2", "makes 3 stages.*needs 2"),
+        (2, "--pp 2 --pp-split layers.9", "--pp-split layers.9 conflicts with n_layers 6"),
+        (1, "--pp-split layers.1", "needs a pipeline, but --pp is 1"),
+        (16, "--pp 16", "--local-batch-size"),
+        (8, "--pp 8 --set n_layers=5 --local-batch-size 16", "conflicts with n_layers 5"),
+        (2, "--pp 2 --pp-schedule-csv none.csv", "--pp-schedule-csv none.csv cannot be read"),
+        (2, "--pp 2 --pp-schedule ZBVZeroBubble --ac op", "--ac op conflicts"),
+        (2, "--pp 2 --pp-schedule DualPipeV --compile", "--compile conflicts"),
+        (2, "--pp 2 --pp-schedule ZBVZeroBubble --reshard always", "--reshard always conflicts"),
+        (2, "--tp 2 --async-tp", "--async-tp conflicts with no --compile"),
+        (1, "--async-tp --compile", "--async-tp conflicts with --tp 1"),
+        (1, "--loss-chunks 3", "--loss-chunks 3 must divide the 256 tokens"),
+        (1, "--val-every 3", "--val-every 3 needs text"),
+        (1, "--set n_layerz=3", "--set n_layerz=3 names no field"),
+        (1, "--set n_layers=three", "--set n_layers=three is not of type int"),
+        (1, "--set n_heads=7", "dim 256 .* must be a multiple of 2 x n_heads = 14"),
+        (1, "--set n_layers=0", "--set n_layers=0 must be at least 1"),
+        (1, "--keep-latest -1", "--keep-latest -1 must be at least 0"),
+        (1, "--out /dev/null/x", "--out /dev/null/x cannot be made"),
+        (1, "--ac sometimes", "argument --ac"),
+        (1, "--tpp 2", "unrecognized arguments: --tpp"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_before_any_rank_waits(world_size, flags, message):
+    with pytest.raises(ValueError) as error:
+        args = train.parse_args(flags.split())
+        config = train.resolve_args(args, world_size)
+        train.check_args(args, config, world_size)
+    assert re.search(message, str(error.value)), error.value
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--data nowhere", "--data nowhere"),
+        ("--data empty", "--data empty"),
+        ("--tokenizer text/00.txt", "--tokenizer text/00.txt"),
+        ("--set vocab_size=100", "--tokenizer bytes has 258 tokens.*vocab_size=258"),
+        ("--data text/00.txt --global-batch-size 64", "of --seq-len 32, but 64 are needed"),
+    ],
+)
+def test_data_that_cannot_work_is_refused_once(folder, flags, message):
+    (folder / "empty").mkdir(exist_ok=True)
+    codes, outputs = run_program(2, f"{TINY} --out refused {flags}", cwd=folder)
+    assert codes[0] == 1 and codes[1] != 0
+    assert re.search(message, outputs[0]) and outputs[1] == "", outputs
+    assert outputs[0].count("error: ") == 1 and "Traceback" not in outputs[0]
+
+
+def test_two_runs_cannot_write_into_one_folder(folder):
+    holder = train.checkpoint.lock_folder(folder / "locked")
+    codes, outputs = run_program(1, f"{TINY} --steps 1 --out locked", cwd=folder)
+    holder.close()
+    assert codes == [1] and "is in use by" in outputs[0]
+
+
+def test_torchrun_shows_a_refusal_once_and_fails_in_seconds(folder):
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    result = subprocess.run(
+        [*command, str(ROOT / "train.py"), "--tp", "3"],
+        cwd=folder, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert result.stderr.count("error: --pp 1 x --dp-replicate 1") == 1
+    assert "Traceback" not in result.stderr.split("error: ")[1].split("torch")[0]
+    assert time.perf_counter() - start < 60  # 20 s on an idle machine
+
+
+# ---- 5. Housekeeping ---------------------------------------------------------------------------
+
+MODULES = "model data parallel pipeline float8 checkpoint train".split()
+
+
+def all_flags():
+    """{dest: help string} of every flag but --help."""
+    with mock.patch.object(train.argparse.ArgumentParser, "parse_args", lambda self, argv: self):
+        parser = train.parse_args([])
+    return {action.dest: action.help for action in parser._actions if action.dest != "help"}
+
+
+def test_every_flag_is_read_somewhere_beyond_the_checks():
+    tree = ast.parse((ROOT / "train.py").read_text())
+    used = {
+        node.attr
+        for function in tree.body
+        if isinstance(function, (ast.FunctionDef, ast.ClassDef))
+        and not function.name.startswith(("parse_args", "check_"))
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute)
+    }
+    assert all_flags().keys() - used == set()
+
+
+def test_every_help_string_names_a_function_that_exists():
+    for dest, text in all_flags().items():
+        match = re.search(r"-> (\w+)\.py:(\w+)$", text)
+        assert match, f"--{dest} has no pointer into the code"
+        tree = ast.parse((ROOT / f"{match[1]}.py").read_text())
+        names = {getattr(node, "name", None) for node in tree.body} | {
+            target.id
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        assert match[2] in names, f"--{dest}: {match[0]} does not exist"
+
+
+def test_only_train_imports_siblings():
+    for name in MODULES[:-1]:
+        tree = ast.parse((ROOT / f"{name}.py").read_text())
+        imported = {
+            alias.name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        } | {
+            (node.module or "").split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+        }
+        assert not imported & set(MODULES), name
+
+
+def test_importing_needs_no_extra_and_does_no_work():
+    """Every module, with torchao, tiktoken's files and other extras out of reach, and no output."""
+    code = (
+        "import sys\n"
+        "for name in ('torchao', 'pyarrow', 'tensorboard', 'safetensors', 'transformers'):\n"
+        "    sys.modules[name] = None\n"
+        f"import {', '.join(MODULES)}\n"
+        "import torch.distributed as dist\n"
+        "assert not dist.is_initialized()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_flags_come_from_files_and_later_ones_win(tmp_path):
+    path = tmp_path / "some.args"
+    path.write_text("# a comment\n--steps 7 --lr 0.5  # another\n--set n_layers=2\n")
+    args = train.parse_args([f"@{path}", "--lr", "0.25", "--set", "dim=64"])
+    assert (args.steps, args.lr, args.set) == (7, 0.25, ["n_layers=2", "dim=64"])

@@ -1,0 +1,1151 @@
+"""The training program: flags, checks, the order of transformations, the loop and what it prints.
+
+    python train.py                                  one process, CPU or one GPU
+    torchrun --nproc-per-node 2 train.py             the same run on two ranks
+    torchrun --nnodes 16 --nproc-per-node 8 train.py @recipes/llama3_70b.args
+
+`main` is the lesson, at the bottom of this file: on the meta device the model is split over tp
+and cp and sharded by FSDP; then every rank materialises its slice of weights that do not depend
+on the mesh, an optimizer is made, a checkpoint is looked for, and the loop runs. All of it up to
+the optimizer is `build`, one optimizer step is `train_step`; tests call the same two.
+
+One loss for every mesh:
+
+    loss = sum over the global batch of CE(logits, label) / number of valid labels in it
+
+The count is summed over the data ranks before the first backward pass, so that a gradient needs no
+factor afterwards: any number of ranks, accumulation steps or microbatches gives the same sum, and
+batches whose ignored labels (-100) are unevenly spread are weighted by token, not by rank.
+
+No host sync: a step only enqueues work. The loss and gradient norm of a step are copied to the host
+behind its back and looked at one step later, so a GPU never waits for Python to print. A step that
+gave NaN or Inf stops all ranks together and is never saved.
+
+Sources: TorchTitan (arXiv 2410.06511) §2.1, §2.3 and Appendix A; the learning rate schedule,
+warmup-stable-decay: MiniCPM (arXiv 2404.06395).
+"""
+
+import argparse
+import dataclasses
+import gc
+import importlib.util
+import json
+import math
+import os
+import resource
+import shlex
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch.distributed.tensor.parallel import loss_parallel
+
+import checkpoint
+import data
+import model
+import parallel
+import pipeline
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the mesh, outer to inner
+
+# ---- 1. Flags ----------------------------------------------------------------------------------
+
+
+def parse_args(argv=None):
+    """Read the flags; @FILE reads flags from a file, and flags after it override it."""
+    parser = argparse.ArgumentParser(
+        description="Pretrain a Llama on one process, or with torchrun on any mesh of ranks.",
+        epilog="@recipes/NAME.args reads flags from a file; in it, # starts a comment.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        fromfile_prefix_chars="@",
+        allow_abbrev=False,
+    )
+    parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
+    parser.error = raise_value_error  # printed once like every other refusal, not once per rank
+
+    add = parser.add_argument_group("model").add_argument
+    add("--model", choices=model.MODELS, default="debug", help="-> model.py:MODELS")
+    add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+        help="override fields of the config, as in n_layers=5 dim=64 -> model.py:ModelConfig")
+    add("--seq-len", type=int, default=256, help="tokens -> model.py:Transformer")
+    add("--seed", type=int, default=0, help="of weights and data order -> model.py:draw_weight")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--data", help="text (file, folder or glob) or a folder of token shards; if not given, "
+        "the text of Python's standard library -> data.py:open_tokens")
+    add("--data-cache", default=".cache", help="folder for tokens made here -> data.py:open_tokens")
+    add("--tokenizer", default="bytes", help="bytes, or a tiktoken file -> data.py:load_tokenizer")
+    add("--local-batch-size", type=int, default=8,
+        help="sequences per data rank per forward and backward -> train.py:train_step")
+    add("--global-batch-size", type=int, default=-1,
+        help="sequences per optimizer step on all ranks; what does not fit at once is accumulated; "
+        "-1: no accumulation -> train.py:train_step")
+    add("--val-data", help="like --data, for validation -> train.py:evaluate")
+    add("--val-every", type=int, default=0, help="steps; 0: never -> train.py:evaluate")
+    add("--val-steps", type=int, default=8, help="batches each time -> train.py:evaluate")
+
+    add = parser.add_argument_group("parallel").add_argument
+    add("--dp-replicate", type=int, default=1, help="HSDP replicas -> parallel.py:apply_fsdp")
+    add("--dp-shard", type=int, default=-1,
+        help="FSDP; -1: the ranks that the other axes leave -> parallel.py:apply_fsdp")
+    add("--cp", type=int, default=1, help="context parallel -> parallel.py:apply_cp")
+    add("--tp", type=int, default=1, help="tensor and sequence parallel -> parallel.py:apply_tp")
+    add("--pp", type=int, default=1, help="pipeline parallel -> pipeline.py:build_schedule")
+    add("--no-loss-parallel", action="store_true",
+        help="gather logits over tp before the loss -> parallel.py:apply_tp")
+    add("--reshard", choices=("default", "always", "never"), default="default",
+        help="free gathered parameters after the forward pass -> parallel.py:apply_fsdp")
+    add("--cpu-offload", action="store_true",
+        help="keep parameters, gradients and optimizer on the host -> parallel.py:apply_fsdp")
+    add("--ac", type=ac_choice, default="none", metavar="{none,full,op,N}",
+        help="recompute activations in the backward pass -> parallel.py:apply_ac")
+    add("--compile", action="store_true", help="each block -> parallel.py:apply_compile")
+    add("--async-tp", action="store_true",
+        help="overlap tp's collectives with matmuls -> parallel.py:enable_async_tp")
+    add("--loss-chunks", type=int, default=1,
+        help="compute head and loss in so many pieces of the sequence -> train.py:build_loss")
+    add("--param-dtype", choices=DTYPES,
+        help="computes in it; if not given bf16 on GPUs, fp32 on CPUs -> parallel.py:apply_fsdp")
+    add("--reduce-dtype", choices=DTYPES, default="fp32",
+        help="sums gradients in it -> parallel.py:apply_fsdp")
+
+    add = parser.add_argument_group("pipeline").add_argument
+    add("--pp-schedule", choices=pipeline.SCHEDULES, default="1F1B",
+        help="-> pipeline.py:build_schedule")
+    add("--pp-schedule-csv", metavar="FILE", help="a schedule of one's own -> pipeline.py:read_csv")
+    add("--microbatch-size", type=int, default=1,
+        help="sequences; the local batch is cut into such -> pipeline.py:run_schedule")
+    add("--stages-per-rank", type=int,
+        help="if not given 1, or 2 where the schedule needs it -> pipeline.py:count_stages")
+    add("--pp-split", metavar="NAMES", help="cut before these modules, as in layers.4,layers.8; "
+        "if not given, evenly -> pipeline.py:split_at")
+    add("--pp-end-weights", type=int, nargs=2, default=[1, 1], metavar=("IN", "OUT"),
+        help="layers that embedding and head count as -> pipeline.py:split_layers")
+
+    add = parser.add_argument_group("optimizer").add_argument
+    add("--steps", type=int, default=100, help="-> train.py:main")
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw",
+        help="-> train.py:build_optimizer")
+    add("--lr", type=float, default=2e-3, help="its peak -> train.py:lr_at")
+    add("--warmup-steps", type=int, default=10, help="linear -> train.py:lr_at")
+    add("--decay-ratio", type=float,
+        help="share of the steps that decay; if not given, all after warmup -> train.py:lr_at")
+    add("--decay", choices=("linear", "sqrt", "cosine"), default="linear", help="-> train.py:lr_at")
+    add("--min-lr-ratio", type=float, default=0.0, help="end of the decay -> train.py:lr_at")
+    add("--weight-decay", type=float, default=0.1, help="-> train.py:build_optimizer")
+    add("--beta1", type=float, default=0.9, help="-> train.py:build_optimizer")
+    add("--beta2", type=float, default=0.95, help="-> train.py:build_optimizer")
+    add("--eps", type=float, default=1e-8, help="-> train.py:build_optimizer")
+    add("--max-norm", type=float, default=1.0, help="-> parallel.py:clip_grad_norm")
+
+    add = parser.add_argument_group("checkpoint").add_argument
+    add("--out", default="out", help="folder for checkpoints and metrics -> train.py:main")
+    add("--checkpoint-every", type=int, default=500,
+        help="steps, and after the last; 0: save nothing -> checkpoint.py:Checkpointer")
+    add("--checkpoint-mode", choices=("async", "sync"), default="async",
+        help="train on while files are written, or wait -> checkpoint.py:Checkpointer")
+    add("--keep-latest", type=int, default=10, help="0: all -> checkpoint.py:Checkpointer")
+    add("--resume", type=resume_choice, default="auto", metavar="{auto,never,STEP}",
+        help="from the newest checkpoint in OUT, or none, or STEP -> checkpoint.py:choose_step")
+
+    add = parser.add_argument_group("logging").add_argument
+    add("--log-every", type=int, default=10, help="steps -> train.py:Metrics")
+    add("--tensorboard", action="store_true", help="write OUT/tensorboard -> train.py:Metrics")
+    add("--timeout-s", type=float, default=300.0,
+        help="after which a collective counts as hung -> train.py:init_distributed")
+    add("--deterministic", action="store_true",
+        help="only kernels that repeat bit for bit -> train.py:init_distributed")
+    return parser.parse_args(argv)
+
+
+def raise_value_error(message):
+    raise ValueError(message)
+
+
+def ac_choice(text):
+    if text not in ("none", "full", "op") and int(text) < 1:
+        raise ValueError
+    return text
+
+
+def resume_choice(text):
+    return text if text in ("auto", "never") else int(text)
+
+
+def resolve_args(args, world_size):
+    """Fill in, in place, the defaults that depend on other flags; return the ModelConfig."""
+    config = model.MODELS[args.model]
+    types = {field.name: field.type for field in dataclasses.fields(config)}
+    for setting in args.set:
+        key, _, text = setting.partition("=")
+        if key not in types:
+            raise ValueError(f"--set {setting} names no field of the model: try {', '.join(types)}")
+        kind = types[key]
+        try:
+            value = {"true": True, "false": False}[text] if kind is bool else kind(text)
+        except (ValueError, KeyError):
+            raise ValueError(
+                f"--set {setting} is not of type {kind.__name__}, as {key} of --model {args.model} "
+                f"is: try {key}={str(getattr(config, key)).lower()}"
+            ) from None
+        config = dataclasses.replace(config, **{key: value})
+    if args.dp_shard == -1:
+        others = args.pp * args.dp_replicate * args.cp * args.tp
+        args.dp_shard = max(1, world_size // max(1, others))
+    if args.global_batch_size == -1:
+        args.global_batch_size = args.local_batch_size * args.dp_replicate * args.dp_shard
+    if args.param_dtype is None:
+        args.param_dtype = "bf16" if torch.cuda.is_available() else "fp32"
+    return config
+
+
+def require(is_met, message):
+    """Refuse: flag and value, what it conflicts with, the rule, a way out."""
+    if not is_met:
+        raise ValueError(message)
+
+
+def nearest_multiples(value, unit):
+    below, above = value // unit * unit, -(-value // unit) * unit
+    return f"{below} or {above}" if below else f"{above}"
+
+
+def check_args(args, config, world_size):
+    """Raise ValueError for the first rule that the resolved flags break; needs no process group."""
+    at_least = {
+        "steps": 1, "seq_len": 1, "pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1,
+        "local_batch_size": 1, "global_batch_size": 1, "microbatch_size": 1, "log_every": 1,
+        "loss_chunks": 1, "val_every": 0, "val_steps": 1,
+        "warmup_steps": 0, "checkpoint_every": 0, "keep_latest": 0, "weight_decay": 0,
+    }  # fmt: skip
+    for name, least in at_least.items():
+        f, value = "--" + name.replace("_", "-"), getattr(args, name)
+        require(value >= least, f"{f} {value} must be at least {least}: try {f} {max(1, least)}")
+    for name in ("lr", "max_norm", "eps", "timeout_s"):
+        f, value = "--" + name.replace("_", "-"), getattr(args, name)
+        require(value > 0, f"{f} {value} must be greater than 0: try to leave {f} out")
+    for name in ("decay_ratio", "min_lr_ratio", "beta1", "beta2"):
+        f, value = "--" + name.replace("_", "-"), getattr(args, name)
+        is_share = value is None or 0 <= value <= 1
+        require(is_share, f"{f} {value} must be between 0 and 1: try to leave {f} out")
+    check_model(args, config)
+    check_mesh(args, config, world_size)
+    check_pipeline(args, config)
+    check_techniques(args)
+    n_data = args.dp_replicate * args.dp_shard
+    unit = args.local_batch_size * n_data
+    require(
+        args.global_batch_size % unit == 0,
+        f"--global-batch-size {args.global_batch_size} must be a multiple of --local-batch-size "
+        f"{args.local_batch_size} times {n_data} data ranks (--dp-replicate x --dp-shard): try "
+        f"--global-batch-size {nearest_multiples(args.global_batch_size, unit)}",
+    )
+    require(
+        args.val_data or not args.val_every,
+        f"--val-every {args.val_every} needs text, and --val-data is not given: validation reads "
+        "its own text; add --val-data PATH or leave --val-every out",
+    )
+    require(
+        not args.tensorboard or importlib.util.find_spec("tensorboard"),
+        "--tensorboard needs the package tensorboard, which is not installed: pip install "
+        f"tensorboard, or leave it out; {args.out}/metrics.jsonl holds the same numbers",
+    )
+    existing = next(p for p in (Path(args.out), *Path(args.out).absolute().parents) if p.exists())
+    require(
+        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
+        f"--out {args.out} cannot be made: {existing} is "
+        f"{'not writable' if existing.is_dir() else 'not a folder'}, and a run writes its "
+        "checkpoints and metrics there; try another --out",
+    )
+
+
+def check_model(args, config):
+    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+        value = getattr(config, name)
+        require(value >= 1, f"--set {name}={value} must be at least 1: try {name}=1")
+    for whole, part, factor in (("dim", "n_heads", 2), ("n_heads", "n_kv_heads", 1)):
+        value, unit = getattr(config, whole), getattr(config, part) * factor
+        require(
+            value % unit == 0,
+            f'{whole} {value} of model "{args.model}" with --set {" ".join(args.set)} must be a '
+            f"multiple of {factor} x {part} = {unit}: try {whole}={nearest_multiples(value, unit)}",
+        )
+
+
+def check_mesh(args, config, world_size):
+    product = math.prod(getattr(args, axis) for axis in AXES)
+    others = product // args.dp_shard
+    typed = " x ".join(f"--{axis.replace('_', '-')} {getattr(args, axis)}" for axis in AXES)
+    way_out = f"try --dp-shard {world_size // others}"
+    if world_size % others:
+        way_out = f"start a multiple of {others} ranks, or lower a degree"
+    require(
+        product == world_size,
+        f"{typed} make {product} ranks, but the world size is {world_size}: the product of the "
+        f"degrees must be the number of ranks; {way_out}",
+    )
+    for name in ("n_heads", "n_kv_heads", "ffn_dim"):
+        value = getattr(config, name)
+        divisors = [str(n) for n in range(1, min(value, world_size) + 1) if value % n == 0]
+        require(
+            value % args.tp == 0,
+            f'--tp {args.tp} must divide {name} {value} (model "{args.model}"): '
+            f"try --tp {' or '.join(divisors)}",
+        )
+    require(
+        config.vocab_size >= args.tp,
+        f"--tp {args.tp} must not exceed vocab_size {config.vocab_size}: every rank holds rows of "
+        f"the embedding; try --tp 1",
+    )
+    unit = args.tp * (2 * args.cp if args.cp > 1 else 1)
+    require(
+        args.seq_len % unit == 0,
+        f"--seq-len {args.seq_len} must be a multiple of {unit} with --tp {args.tp} and --cp "
+        f"{args.cp} (tp, times 2 cp if cp > 1): try --seq-len "
+        f"{nearest_multiples(args.seq_len, unit)}",
+    )
+
+
+def check_pipeline(args, config):
+    if args.pp == 1:
+        for name in ("pp_schedule_csv", "stages_per_rank", "pp_split"):
+            f, value = "--" + name.replace("_", "-"), getattr(args, name)
+            require(value is None, f"{f} {value} needs a pipeline, but --pp is 1: add --pp 2")
+        return
+    require(
+        not config.tied_embeddings,
+        f'--pp {args.pp} and the tied embeddings of model "{args.model}" exclude each other: the '
+        "first and the last stage would share one weight; try --pp 1, or --set "
+        "tied_embeddings=false",
+    )
+    require(
+        args.local_batch_size % args.microbatch_size == 0,
+        f"--local-batch-size {args.local_batch_size} must be a multiple of --microbatch-size "
+        f"{args.microbatch_size}, into which a pipeline cuts it: try --local-batch-size "
+        f"{nearest_multiples(args.local_batch_size, args.microbatch_size)}",
+    )
+    pipeline.check_schedule(
+        schedule_name(args),
+        pp=args.pp,
+        n_microbatches=args.local_batch_size // args.microbatch_size,
+        stages_per_rank=args.stages_per_rank,
+    )
+    n_stages = pipeline.count_stages(schedule_name(args), args.pp, args.stages_per_rank)
+    stages = split_stages(args, config)
+    require(
+        len(stages) == n_stages,
+        f"--pp-split {args.pp_split} makes {len(stages)} stages, but --pp {args.pp} with "
+        f"--pp-schedule {schedule_name(args)} needs {n_stages}: name {n_stages - 1} modules",
+    )
+
+
+def check_techniques(args):
+    local_len = args.seq_len // (args.cp * args.tp)
+    require(
+        local_len % args.loss_chunks == 0,
+        f"--loss-chunks {args.loss_chunks} must divide the {local_len} tokens of a sequence that a "
+        f"rank holds (--seq-len {args.seq_len} / --cp {args.cp} / --tp {args.tp}): try "
+        f"--loss-chunks {math.gcd(local_len, args.loss_chunks)}",
+    )
+    if args.pp > 1 and pipeline.splits_backward(schedule_name(args)):
+        for is_met, typed, instead in (
+            (args.ac != "op", "--ac op", "--ac full"),
+            (not args.compile, "--compile", "no --compile"),
+            (args.reshard != "always", "--reshard always", "--reshard default"),
+        ):
+            require(
+                is_met,
+                f"{typed} conflicts with --pp-schedule {schedule_name(args)}, which runs a block's "
+                "backward in two halves: what it needs is used up or freed after the first; try "
+                f"{instead}, or --pp-schedule Interleaved1F1B",
+            )
+    if args.async_tp:
+        for is_met, has, needs in (
+            (args.compile, "no --compile", "the compiler does the overlapping; add --compile"),
+            (args.tp > 1, f"--tp {args.tp}", "it overlaps the collectives of tp; try --tp 2"),
+            (torch.cuda.is_available(), "no CUDA device", "its kernels are CUDA's; leave it out"),
+        ):
+            require(is_met, f"--async-tp conflicts with {has}: {needs}")
+
+
+def schedule_name(args):
+    """A name of pipeline.SCHEDULES or the path of a CSV file."""
+    return args.pp_schedule_csv or args.pp_schedule
+
+
+def split_stages(args, config):
+    """The module names of every pipeline stage: [[name, ...], ...]."""
+    if args.pp_split:
+        return pipeline.split_at(config.n_layers, args.pp_split.split(","))
+    n_stages = pipeline.count_stages(schedule_name(args), args.pp, args.stages_per_rank)
+    into, out_of = args.pp_end_weights
+    return pipeline.split_layers(
+        config.n_layers, n_stages, input_weight=into, output_weight=out_of
+    )
+
+
+def check_data(args, config, tokens, *, source, needed):
+    """Raise ValueError if the tokens do not fit the model or are fewer than `needed` sequences."""
+    require(
+        tokens.vocab_size <= config.vocab_size,
+        f"--tokenizer {args.tokenizer} has {tokens.vocab_size} tokens, but vocab_size of model "
+        f'"{args.model}" is {config.vocab_size}: every token needs a row of the embedding; try '
+        f"--set vocab_size={tokens.vocab_size}",
+    )
+    n_windows = tokens.n_windows(args.seq_len)
+    require(
+        n_windows >= needed,
+        f"{source} has {tokens.n_tokens} tokens, which make {n_windows} sequences of --seq-len "
+        f"{args.seq_len}, but {needed} are needed at once (--global-batch-size "
+        f"{args.global_batch_size}): try more text, or less of the two",
+    )
+
+
+# ---- 2. Ranks and devices ----------------------------------------------------------------------
+
+
+def rank_from_env(name="RANK"):
+    """torchrun's RANK, LOCAL_RANK or WORLD_SIZE, or those of a single process."""
+    return int(os.environ.get(name, "1" if name == "WORLD_SIZE" else "0"))
+
+
+def init_distributed(args):
+    """Join the process group and return this rank's device."""
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.use_deterministic_algorithms(True)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank_from_env("LOCAL_RANK"))
+        torch.cuda.set_device(device)
+    options = {"timeout": timedelta(seconds=args.timeout_s)}
+    if "RANK" not in os.environ:  # plain `python train.py`: a group of one, without a network
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    # gloo beside nccl: offloaded gradients and checkpoints are reduced on the host
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **options)
+    return device
+
+
+def fail(error):
+    """Print the error once per node and leave with status 1.
+
+    torchrun kills all ranks as soon as one exits, so the others wait for that instead of taking the
+    message from local rank 0.
+    """
+    if rank_from_env("LOCAL_RANK") == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(10)
+    sys.stdout.flush()
+    os._exit(1)  # without a goodbye to ranks that may be gone, which could hang
+
+
+# ---- 3. The loss -------------------------------------------------------------------------------
+
+
+def cross_entropy(logits, labels, n_valid_tokens):
+    """Sum of -log p(label) over the labels that are not -100, divided by `n_valid_tokens`.
+
+    Shapes:  logits (B, T, V), or a DTensor split over V (loss parallel); labels (B, T) -> scalar.
+    Note:    the softmax is computed in at least float32; the copy of bf16 logits this takes is the
+             largest tensor of a step.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss_sum = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(0, 1), reduction="sum", ignore_index=-100
+    )
+    # under loss parallelism the sum is a DTensor, but the same on every tp rank: nothing is sent
+    return parallel.whole_tensor(loss_sum) / n_valid_tokens
+
+
+def build_loss(last_part, n_chunks, tp):
+    """Return loss_fn(output, labels, n_valid_tokens), the one callable of every path.
+
+    With n_chunks > 1 the model stops at norm, and the loss calls the head on one piece of the
+    sequence after the other under checkpointing: the logits of one piece exist at a time, in the
+    backward pass too. At 8B, 8,192 tokens and 2 sequences the whole logits, their float32 copy and
+    its gradient are 8 + 2 bytes for each of 2.1e9 elements, 20 GiB.
+
+    Shapes:  output is (B, T, V) logits, or with chunks (B, T/tp, D), of which every tp rank hands
+             the head its next piece: the labels are picked accordingly.
+    Costs:   the head's forward a second time, and its collectives under tp.
+    """
+    if n_chunks == 1 or last_part.output is None:
+        return cross_entropy
+    last_part.stops_at_norm = True
+
+    def chunk_loss(hidden, labels, n_valid_tokens):
+        return cross_entropy(last_part.output(hidden), labels, n_valid_tokens)
+
+    def chunked_loss(hidden, labels, n_valid_tokens):
+        pieces = parallel.local_tensor(hidden).chunk(n_chunks, dim=1)  # (B, T/tp/n, D) each
+        labels = labels.unflatten(1, (tp, n_chunks, -1))  # (B, tp, n, T/tp/n)
+        losses = [
+            torch.utils.checkpoint.checkpoint(
+                chunk_loss, piece, labels[:, :, i].flatten(1), n_valid_tokens, use_reentrant=False
+            )
+            for i, piece in enumerate(pieces)
+        ]
+        return torch.stack(losses).sum()
+
+    return chunked_loss
+
+
+# ---- 4. Building a job -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `build` makes: this rank's share of the model and what `train_step` needs with it."""
+
+    config: model.ModelConfig
+    mesh: dict  # {axis: DeviceMesh}
+    device: torch.device
+    parts: list  # the model, or this rank's pipeline stages
+    loss_fn: object  # (output of the last part, labels, n_valid_tokens) -> loss
+    schedule: object  # of torch.distributed.pipelining; None without a pipeline
+    optimizer: torch.optim.Optimizer
+    positions: torch.Tensor  # global positions of the tokens this cp rank holds, (T/cp,)
+    shapes: dict  # {parameter name: full shape} of the whole model
+    loss_parallel: bool
+
+
+def build(args, config, device):
+    """Model, mesh and optimizer of this rank, in the order of the paper's Appendix A."""
+    mesh = parallel.build_mesh(
+        device.type,
+        pp=args.pp,
+        dp_replicate=args.dp_replicate,
+        dp_shard=args.dp_shard,
+        cp=args.cp,
+        tp=args.tp,
+    )
+    with torch.device("meta"):  # shapes only: any size, no memory
+        whole = model.Transformer(config, seq_len=args.seq_len)
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+
+    parts = [whole]
+    if args.pp > 1:  # first, so that nothing is done to a layer that lives elsewhere
+        stages = split_stages(args, config)
+        pp_rank = mesh["pp"].get_local_rank()
+        mine = pipeline.stages_of_rank(pp_rank, args.pp, len(stages), schedule_name(args))
+        parts = [pipeline.cut_stage(whole, stages[stage]) for stage in mine]
+
+    # tp while weights are whole and their names plain; cp needs only the mesh; FSDP last, as it
+    # shards what is left of every parameter and must see the final modules
+    use_loss_parallel = args.tp > 1 and not args.no_loss_parallel
+    positions = parallel.cp_positions(args.seq_len, cp=args.cp, cp_rank=mesh["cp"].get_local_rank())
+    weight_device = torch.device("cpu") if args.cpu_offload else device
+
+    def draw(name, shape):
+        return model.draw_weight(name, shape, config=config, seed=args.seed, device=weight_device)
+
+    if args.async_tp:
+        parallel.enable_async_tp()
+    for part in parts:
+        if args.tp > 1:
+            parallel.apply_tp(part, mesh["tp"], loss_parallel=use_loss_parallel)
+        if args.cp > 1:
+            parallel.apply_cp(part, mesh["cp"])
+        if args.ac != "none":
+            parallel.apply_ac(part, args.ac)
+        if args.compile:
+            parallel.apply_compile(part)
+        parallel.apply_fsdp(
+            part,
+            mesh,
+            param_dtype=DTYPES[args.param_dtype],
+            reduce_dtype=DTYPES[args.reduce_dtype],
+            reshard=args.reshard,
+            cpu_offload=args.cpu_offload,
+        )
+        parallel.materialise(
+            part, device=device, weight_device=weight_device, draw=draw, positions=positions
+        )
+    loss_fn = build_loss(parts[-1], args.loss_chunks, args.tp)
+    schedule = None
+    if args.pp > 1:
+        schedule = build_schedule(args, config, mesh["pp"], parts, loss_fn)
+    return Job(
+        config=config,
+        mesh=mesh,
+        device=device,
+        parts=parts,
+        loss_fn=loss_fn,
+        schedule=schedule,
+        optimizer=build_optimizer(args, parts),
+        positions=positions.to(device),
+        shapes=shapes,
+        loss_parallel=use_loss_parallel,
+    )
+
+
+def build_schedule(args, config, pp_mesh, parts, loss_fn):
+    """The pipeline's schedule object, told the shapes that its stages exchange."""
+    rows, local_len = args.microbatch_size, args.seq_len // args.cp
+    tokens = torch.empty(rows, local_len, dtype=torch.int64, device="meta")
+    dtype = DTYPES[args.param_dtype]
+    activation = torch.empty(rows, local_len // args.tp, config.dim, dtype=dtype, device="meta")
+    return pipeline.build_schedule(
+        parts,
+        schedule_name(args),
+        n_microbatches=args.local_batch_size // args.microbatch_size,
+        loss_fn=loss_fn,
+        pp_mesh=pp_mesh,
+        microbatch=(tokens, activation),
+    )
+
+
+def build_optimizer(args, parts):
+    """One optimizer over all parts; like the paper's, it decays norms and embeddings as well."""
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=args.lr, weight_decay=args.weight_decay)
+    return torch.optim.AdamW(
+        parameters,
+        lr=args.lr,
+        betas=(args.beta1, args.beta2),
+        eps=args.eps,
+        weight_decay=args.weight_decay,
+        fused=True,  # one kernel for all parameters instead of a dozen each
+    )
+
+
+def lr_factor_at(step, *, steps, warmup_steps, decay_steps, decay, min_ratio):
+    """Learning rate of optimizer step `step` (from 1) as a share of the peak: warmup-stable-decay.
+
+    Warmup is linear and reaches the peak at its last step; decay covers the last `decay_steps` and
+    would reach `min_ratio` one step after the last, so that no step is wasted at zero.
+    """
+    if step <= warmup_steps:
+        return step / warmup_steps
+    if step <= steps + 1 - decay_steps:
+        return 1.0
+    p = (step - (steps + 1 - decay_steps)) / decay_steps  # progress, in (0, 1)
+    shape = {
+        "linear": 1.0 - p,
+        "sqrt": 1.0 - math.sqrt(p),
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * p)),
+    }[decay]
+    return min_ratio + (1.0 - min_ratio) * shape
+
+
+def lr_at(step, args):
+    """Learning rate of step `step`; warmup and decay are cut to the steps there are."""
+    warmup_steps = min(args.warmup_steps, args.steps)
+    decay_steps = args.steps - warmup_steps
+    if args.decay_ratio is not None:
+        decay_steps = min(round(args.steps * args.decay_ratio), decay_steps)
+    return args.lr * lr_factor_at(
+        step,
+        steps=args.steps,
+        warmup_steps=warmup_steps,
+        decay_steps=max(decay_steps, 1),
+        decay=args.decay,
+        min_ratio=args.min_lr_ratio,
+    )
+
+
+# ---- 5. One step -------------------------------------------------------------------------------
+
+
+def count_valid_tokens(job, labels):
+    """Labels that count, over all data ranks (int64, on the device); labels are whole sequences."""
+    n_valid_tokens = (labels != -100).sum()
+    dist.all_reduce(n_valid_tokens, group=job.mesh["data"].get_group())
+    return n_valid_tokens
+
+
+def forward_backward(job, inputs, labels, divisor):
+    """Add the gradients of one local batch; return this rank's part of the loss."""
+    with loss_parallel() if job.loss_parallel else nullcontext():
+        if job.schedule:
+            return pipeline.run_schedule(job.schedule, inputs, labels, divisor)
+        loss = job.loss_fn(job.parts[0](inputs), labels, divisor)
+        loss.backward()
+        return loss.detach()
+
+
+class Stats(NamedTuple):
+    """What a step tells the host."""
+
+    loss: float  # of the global batch
+    grad_norm: float  # before clipping
+    n_valid_tokens: float  # in the global batch
+    local_loss: float  # this rank's share of the loss
+    n_stops: float  # ranks that were asked to end
+
+
+def sum_over_ranks(job, loss, n_stops):
+    """Both numbers over all ranks, in one all-reduce, so that every rank gets the same bits."""
+    # ranks of one tp group computed the same loss, and earlier stages of a pipeline none
+    counts = job.mesh["tp"].get_local_rank() == 0
+    pair = torch.stack([loss if counts else torch.zeros_like(loss), n_stops])
+    dist.all_reduce(pair)
+    return pair.unbind()
+
+
+def train_step(job, inputs, labels, *, local_batch_size, max_norm, wants_stop=False):
+    """One optimizer step on this data rank's share of the global batch; no host sync.
+
+    Args:    inputs and labels, int64 (global batch / data ranks, T), whole sequences; wants_stop,
+             whether this rank was asked to end, which travels with the loss.
+    Returns: float tensor (5,) on the device, with the names of `Stats`.
+    """
+    n_valid_tokens = count_valid_tokens(job, labels)
+    divisor = n_valid_tokens.clamp(min=1)  # a batch without a valid label: zero loss and gradients
+    inputs, labels = inputs[:, job.positions], labels[:, job.positions]  # (B, T) -> (B, T/cp)
+    local_loss = torch.zeros((), device=job.device, dtype=torch.get_default_dtype())
+    for x, y in zip(inputs.split(local_batch_size), labels.split(local_batch_size), strict=True):
+        # FSDP reduces into the sharded gradient each time: accumulating costs traffic, not the
+        # memory of whole gradients
+        local_loss += forward_backward(job, x, y, divisor)
+    loss, n_stops = sum_over_ranks(job, local_loss, local_loss.new_full((), wants_stop))
+    parameters = [parameter for part in job.parts for parameter in part.parameters()]
+    norm = parallel.clip_grad_norm(parameters, max_norm, job.mesh["pp"])
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    return torch.stack([loss, norm.to(loss), n_valid_tokens.to(loss), local_loss, n_stops])
+
+
+@torch.no_grad()
+def evaluate(job, tokens, args):
+    """Mean loss over the first --val-steps batches of `tokens`, weighted by token.
+
+    Every rank runs the same number of batches; places beyond the end of the text count as ignored
+    labels, so that a short text neither hangs nor weighs some ranks more.
+    """
+    n_data, data_rank = job.mesh["data"].size(), job.mesh["data"].get_local_rank()
+    n_windows = tokens.n_windows(args.seq_len)
+    per_batch = args.local_batch_size * n_data
+    sums = torch.zeros(2, device=job.device, dtype=torch.float64)  # loss sum, valid tokens
+    for batch in range(min(args.val_steps, -(-n_windows // per_batch))):
+        first = batch * per_batch + data_rank * args.local_batch_size
+        inputs, labels = data.validation_batch_at(
+            tokens, range(first, first + args.local_batch_size), seq_len=args.seq_len
+        )
+        inputs, labels = inputs.to(job.device), labels.to(job.device)
+        n_valid_tokens = count_valid_tokens(job, labels)
+        inputs, labels = inputs[:, job.positions], labels[:, job.positions]
+        with loss_parallel() if job.loss_parallel else nullcontext():
+            if job.schedule:
+                loss_sum = pipeline.evaluate(job.schedule, inputs, labels, 1)
+            else:
+                loss_sum = job.loss_fn(job.parts[0](inputs), labels, 1)
+        loss_sum, _ = sum_over_ranks(job, loss_sum, torch.zeros_like(loss_sum))
+        sums += torch.stack([loss_sum, n_valid_tokens]).to(sums)
+    return (sums[0] / sums[1]).item()
+
+
+def copy_to_host(stats):
+    """Start copying a step's numbers; the function returned waits for them and gives `Stats`."""
+    host = torch.empty(stats.shape, dtype=stats.dtype, pin_memory=stats.is_cuda)
+    host.copy_(stats, non_blocking=True)
+    copied = torch.cuda.current_stream().record_event() if stats.is_cuda else None
+
+    def read():
+        if copied is not None:
+            copied.synchronize()
+        return Stats(*host.tolist())
+
+    return read
+
+
+class NonFiniteError(Exception):
+    """Training cannot go on: a step gave NaN or Inf."""
+
+
+def check_finite(job, step, stats):
+    """Raise NonFiniteError on every rank if the step's loss or gradient norm is NaN or Inf.
+
+    Both numbers are the same on all ranks, so all come here together and can gather who began.
+    """
+    if math.isfinite(stats.loss) and math.isfinite(stats.grad_norm):
+        return
+    bad_weights = [
+        name
+        for part in job.parts
+        for name, weight in parallel.named_weights(part)
+        if not parallel.local_tensor(weight).isfinite().all()
+    ]
+    reports = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (math.isfinite(stats.local_loss), bad_weights))
+    loss_ranks = [r for r, (finite, _) in enumerate(reports) if not finite]
+    weight_ranks = [r for r, (_, names) in enumerate(reports) if names]
+    names = sorted({name for _, names in reports for name in names})
+    raise NonFiniteError(
+        f"step {step} gave loss {stats.loss} and gradient norm {stats.grad_norm}: all ranks stop, "
+        f"and the step is not saved. Loss not finite on ranks {loss_ranks or 'none'}; weights no longer finite on "
+        f"ranks {weight_ranks or 'none'}: {', '.join(names[:3]) or 'none'}"
+        f"{' and others' if len(names) > 3 else ''}. Try to go on from the last checkpoint with a "
+        "lower --lr or --max-norm"
+    )
+
+
+# ---- 6. What is printed and logged -------------------------------------------------------------
+
+# Dense bf16 peak of one device, TFLOPs, by a part of its name; the first match counts
+PEAK_TFLOPS = {
+    "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H200": 989, "H20": 148, "A100": 312,
+    "B200": 2250, "L40S": 362, "MI300X": 1300, "MI325X": 1300, "MI355X": 2500, "MI250X": 191.5,
+}  # fmt: skip
+
+
+def peak_tflops(device):
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def peak_memory_gib(device):
+    """Most memory held so far in GiB: reserved by the allocator on CUDA, resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kib / 2**20 if sys.platform != "darwin" else kib / 2**30  # macOS counts bytes
+
+
+class Metrics:
+    """Rank 0's console line, OUT/metrics.jsonl and TensorBoard; on other ranks it does nothing.
+
+    On resume the file is continued, and rows after the resumed step are dropped.
+    """
+
+    def __init__(self, args, job, first_step):
+        self.args, self.is_main = args, dist.get_rank() == 0
+        self.world_size, self.device = dist.get_world_size(), job.device
+        self.flops_per_token = model.flops_per_token(job.config, args.seq_len)
+        self.tokens_per_step = args.global_batch_size * args.seq_len
+        self.first_step = first_step
+        self.start_interval(first_step - 1)
+        if self.is_main:
+            path = Path(args.out) / "metrics.jsonl"
+            rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+            path.write_text("".join(row for row in rows if step_of(row) < first_step))
+            self.file = open(path, "a")
+        self.tensorboard = None
+        if self.is_main and args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(Path(args.out) / "tensorboard", purge_step=first_step)
+
+    def start_interval(self, step):
+        self.since_step, self.since_s, self.data_s = step, time.perf_counter(), 0.0
+
+    def log(self, step, *, stats, lr, tokens, val_loss):
+        """Write one row; `tokens` is the number of training tokens seen so far."""
+        elapsed_s = time.perf_counter() - self.since_s
+        n_steps = step - self.since_step
+        tokens_per_s = n_steps * self.tokens_per_step / elapsed_s
+        per_device = tokens_per_s / self.world_size
+        tflops, peak = per_device * self.flops_per_token / 1e12, peak_tflops(self.device)
+        row = {
+            "step": step,
+            "loss": stats.loss,
+            "grad_norm": stats.grad_norm,
+            "lr": lr,
+            "tokens": tokens,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_device": per_device,
+            "tflops": tflops,
+            "mfu": tflops / peak if peak else None,
+            "memory_gib": peak_memory_gib(self.device),
+            "data_s": self.data_s / n_steps,  # seconds per step spent waiting for the next batch
+        } | ({} if val_loss is None else {"val_loss": val_loss})
+        if self.is_main:
+            self.write(row, seconds_left=elapsed_s / n_steps * (self.args.steps - step))
+            if stats.n_valid_tokens == 0:
+                print(f"step {step}: the batch has no valid label; loss and gradients are zero")
+        self.start_interval(step)
+
+    def write(self, row, *, seconds_left):
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        width = len(str(self.args.steps))
+        print(
+            f"step {row['step']:>{width}}/{self.args.steps}  loss {row['loss']:.4f}  "
+            f"grad {row['grad_norm']:.3f}  lr {row['lr']:.2e}  {row['tokens_per_s']:>9,.0f} tok/s  "
+            f"{row['tflops']:.3f} TFLOPs"
+            + (f"  mfu {row['mfu']:.1%}" if row["mfu"] else "")
+            + f"  {row['memory_gib']:.2f} GiB"
+            + (f"  val {row['val_loss']:.4f}" if "val_loss" in row else "")
+            + f"  {timedelta(seconds=round(seconds_left))} left",
+            flush=True,
+        )
+        for key, value in row.items():
+            if self.tensorboard and value is not None and key != "step":
+                self.tensorboard.add_scalar(key, value, row["step"])
+
+    def close(self):
+        if self.is_main:
+            self.file.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+
+
+def step_of(row):
+    """Step of a line of metrics.jsonl; a line torn by a crash counts as never written."""
+    try:
+        return json.loads(row)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def describe_stages(args, config):
+    """Which rank holds which layers, and what the schedule makes of them; a line per pp rank."""
+    stages, name = split_stages(args, config), schedule_name(args)
+    lines = [f"stages {name}, {args.local_batch_size // args.microbatch_size} microbatches of "
+             f"{args.microbatch_size}"]
+    rows = pipeline.timeline(
+        name, args.pp, args.local_batch_size // args.microbatch_size, args.stages_per_rank
+    )
+    lines[0] += f", bubble {pipeline.bubble_fraction(rows):.1%} if all stages cost the same"
+    for pp_rank in range(args.pp):
+        mine = pipeline.stages_of_rank(pp_rank, args.pp, len(stages), name)
+        spans = [f"{stages[s][0]}..{stages[s][-1]}" for s in mine]
+        lines.append(f"       pp {pp_rank}: {', '.join(spans)}")
+    return "\n".join(lines)
+
+
+def print_plan(args, job, tokens):
+    """Say on rank 0 what is about to run: model, ranks, memory per rank, batch and data."""
+    c = job.config
+    parameters = [parameter for part in job.parts for parameter in part.parameters()]
+    local = sum(parallel.local_tensor(parameter).numel() for parameter in parameters)
+    states = {"adamw": 2, "sgd": 0}[args.optimizer]
+    n_data = job.mesh["data"].size()
+    epochs = args.steps * args.global_batch_size / tokens.n_windows(args.seq_len)
+    if job.schedule:
+        print(describe_stages(args, c))
+    degrees = " x ".join(f"{axis} {getattr(args, axis)}" for axis in AXES)
+    print(
+        f"model  {args.model}: {model.count_parameters(c):,} parameters, {c.n_layers} layers, "
+        f"dim {c.dim}, vocabulary {c.vocab_size:,}\n"
+        f"ranks  {dist.get_world_size()} on {job.device.type}: {degrees}; computes in "
+        f"{args.param_dtype}, sums gradients in {args.reduce_dtype}\n"
+        f"memory {local:,} parameters on this rank; with gradients and optimizer states "
+        f"{local * 4 * (2 + states) / 2**20:,.1f} MiB\n"
+        f"batch  {args.global_batch_size} sequences x {args.seq_len} = "
+        f"{args.global_batch_size * args.seq_len:,} tokens a step; {n_data} data rank(s) x "
+        f"{args.local_batch_size} x {args.global_batch_size // (n_data * args.local_batch_size)} "
+        "accumulated\n"
+        f"data   {tokens.n_tokens:,} tokens; {args.steps} steps are {epochs:.2f} epochs",
+        flush=True,
+    )
+
+
+# ---- 7. The program ----------------------------------------------------------------------------
+
+
+def train_state(args, job, tokens, *, step, sequences):
+    """What a checkpoint says of its run beside the tensors; goes into its train.json."""
+    return {
+        "step": step,
+        "sequences": sequences,  # the whole state of the data loader
+        "tokens": sequences * args.seq_len,
+        "data_fingerprint": tokens.fingerprint,
+        "flags": vars(args),
+        "model": dataclasses.asdict(job.config),
+        "torch": torch.__version__,
+        "world_size": dist.get_world_size(),
+    }
+
+
+def check_resumable(args, tokens, state):
+    """Raise ValueError if the data order could not be continued; print what else differs."""
+    flags = state["flags"]
+    for name, was, now in (
+        ("--seq-len", flags["seq_len"], args.seq_len),
+        ("--seed", flags["seed"], args.seed),
+        ("--data (fingerprint)", state["data_fingerprint"], tokens.fingerprint),
+    ):
+        if was != now:
+            raise ValueError(
+                f"{name} {now} differs from {was} of the checkpoint at step {state['step']} in "
+                f"--out {args.out}: the windows already seen would be counted wrongly; use the old "
+                "value, or start afresh in another --out"
+            )
+    changed = [
+        f"{name} {flags.get(name)} -> {value}"
+        for name, value in vars(args).items()
+        if flags.get(name) != value and name not in ("resume", "data", "data_cache")
+    ]
+    if changed and dist.get_rank() == 0:
+        print("flags changed since the checkpoint: " + ", ".join(changed))
+
+
+def resume(args, job, tokens):
+    """Load the chosen checkpoint, if any; return (steps done, sequences consumed)."""
+    folder = Path(args.out) / "checkpoints"
+    chosen = [None]
+    if dist.get_rank() == 0:
+        chosen = [checkpoint.choose_step(folder, args.resume)]
+        for name in checkpoint.unpublished(folder):
+            print(f"ignored: {folder / name} was never finished")
+    dist.broadcast_object_list(chosen)  # one rank looks, so that all see the same
+    if chosen[0] is None:
+        return 0, 0
+    state = checkpoint.read_train_state(folder, chosen[0])
+    check_resumable(args, tokens, state)
+    checkpoint.load_checkpoint(folder, chosen[0], job.parts, job.optimizer, shapes=job.shapes)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(f"resumed {folder} at step {chosen[0]}")
+        for name in checkpoint.set_aside_newer(folder, chosen[0]):
+            print(f"set aside: {folder / name} is newer than --resume {args.resume}")
+    return chosen[0], state["sequences"]
+
+
+def catch_signals():
+    """From now on SIGTERM and SIGUSR1 end the run after a step: the list names those that came."""
+    came = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda n, frame: came.append(signal.Signals(n).name))
+    return came
+
+
+def main(argv=None):
+    # 1. Flags and data, checked before any rank waits for another
+    world_size, rank = rank_from_env("WORLD_SIZE"), rank_from_env()
+    args = parse_args(argv)
+    config = resolve_args(args, world_size)
+    check_args(args, config, world_size)
+    is_builder = rank_from_env("LOCAL_RANK") == 0
+    cache = {"cache_dir": Path(args.data_cache), "is_builder": is_builder}
+    tokens = data.open_tokens(args.data, args.tokenizer, **cache)
+    source = f"--data {args.data or '(default)'}"
+    check_data(args, config, tokens, source=source, needed=args.global_batch_size)
+    val_tokens = None
+    if args.val_data:
+        val_tokens = data.open_tokens(args.val_data, args.tokenizer, **cache)
+        check_data(args, config, val_tokens, source=f"--val-data {args.val_data}", needed=1)
+    if args.warmup_steps > args.steps and rank == 0:
+        print(f"--warmup-steps {args.warmup_steps} is cut to --steps {args.steps}")
+    out_lock = checkpoint.lock_folder(Path(args.out)) if rank == 0 else None
+
+    # 2. Ranks, then the model: meta device -> tp -> cp -> FSDP -> weights -> optimizer
+    device = init_distributed(args)
+    job = build(args, config, device)
+    if rank == 0:
+        print_plan(args, job, tokens)
+
+    # 3. Continue where the last run in this folder stopped
+    done, sequences = resume(args, job, tokens)
+    if done >= args.steps:
+        if rank == 0:
+            print(f"nothing to do: {args.out} is at step {done}; extend it with --steps {2 * done}")
+        return
+    checkpointer = None
+    if args.checkpoint_every:
+        checkpointer = checkpoint.Checkpointer(
+            Path(args.out) / "checkpoints",
+            mode=args.checkpoint_mode,
+            keep_latest=args.keep_latest,
+            protected_step=done or None,
+        )
+        # the optimizer may not write before an asynchronous save has taken its copy
+        job.optimizer.register_step_pre_hook(lambda *_: checkpointer.wait_for_staging())
+
+    # 4. Which windows a step reads is a pure function of the sequences consumed before it
+    per_rank = args.global_batch_size // job.mesh["data"].size()
+    first_position = sequences + job.mesh["data"].get_local_rank() * per_rank
+
+    def read(step):
+        start = first_position + (step - done - 1) * args.global_batch_size
+        positions = range(start, start + per_rank)
+        return data.batch_at(tokens, positions, seq_len=args.seq_len, seed=args.seed)
+
+    loader = data.BatchLoader(read, device)
+    metrics = Metrics(args, job, done + 1)
+    gc.disable()  # ranks that collect at different moments make all others wait
+    signals = catch_signals()
+    read_stats, is_last = None, False
+
+    # 5. The loop
+    try:
+        for step in range(done + 1, args.steps + 1):
+            for group in job.optimizer.param_groups:
+                group["lr"] = lr_at(step, args)
+            inputs, labels = loader.get(step)
+            metrics.data_s += loader.wait_s
+            stats = train_step(
+                job,
+                inputs,
+                labels,
+                local_batch_size=args.local_batch_size,
+                max_norm=args.max_norm,
+                wants_stop=bool(signals),
+            )
+            is_last = step == args.steps
+            if read_stats is not None:  # of the step before: they are there, nothing waits
+                check_finite(job, step - 1, read_stats())
+                is_last |= read_stats().n_stops > 0  # the same on all ranks
+            read_stats = copy_to_host(stats)
+            sequences += args.global_batch_size
+
+            do_eval = args.val_every > 0 and (step % args.val_every == 0 or is_last)
+            do_save = checkpointer and (step % args.checkpoint_every == 0 or is_last)
+            do_log = step == 1 or step % args.log_every == 0 or do_eval or is_last
+            if do_log or do_save:
+                check_finite(job, step, read_stats())
+            if do_log:
+                val_loss = evaluate(job, val_tokens, args) if do_eval else None
+                metrics.log(
+                    step,
+                    stats=read_stats(),
+                    lr=lr_at(step, args),
+                    tokens=sequences * args.seq_len,
+                    val_loss=val_loss,
+                )
+            if do_save:
+                state = train_state(args, job, tokens, step=step, sequences=sequences)
+                try:
+                    checkpointer.save(step, job.parts, job.optimizer, state)
+                except checkpoint.CheckpointError as error:  # of this save, or the one before
+                    if rank == 0:
+                        print(f"WARNING: {error}; training goes on", file=sys.stderr)
+            if step % 50 == 0:
+                gc.collect(1)
+            if is_last:
+                break
+    except NonFiniteError:
+        if checkpointer:
+            checkpointer.close()  # the last good step may still be on its way to the disk
+        raise
+
+    # 6. The end
+    metrics.close()
+    if checkpointer:
+        checkpointer.close()
+    if rank == 0:
+        ended = "done" if step == args.steps else f"stopped by {' or '.join(signals) or 'a rank'}"
+        saved = f"checkpoint in {args.out}/checkpoints" if checkpointer else "nothing saved"
+        print(f"{ended} at step {step}; {saved}, metrics in {args.out}/metrics.jsonl")
+        more = f" with --steps {2 * step}" if step == args.steps else ""
+        print(f"next: the same command{more} goes on from here")
+    dist.destroy_process_group()
+    del out_lock
+
+
+def run(argv=None):
+    """`main`, with what a user can mend told in one line instead of a traceback per rank."""
+    try:
+        main(argv)
+    except (ValueError, NonFiniteError, checkpoint.CheckpointError) as error:
+        fail(error)
+
+
+if __name__ == "__main__":
+    run()
