@@ -96,11 +96,11 @@ def build_mesh(device_type, *, pp, dp_replicate, dp_shard, cp, tp):
 def apply_tp(
     model,
     tp_mesh,
-    *,
-    loss_parallel,
     colwise=ColwiseParallel,
     rowwise=RowwiseParallel,
     prepare_input=PrepareModuleInput,
+    *,
+    loss_parallel,
 ):
     """Split the model over the tp axis, in place; the three styles are float8's to replace.
 
@@ -265,16 +265,19 @@ def apply_ac(model, mode):
 # ---- 5. Regional compile and asynchronous tensor parallelism -----------------------------------
 
 
-def apply_compile(model, *, backend="inductor"):
+def apply_compile(model, *, ac="none", backend="inductor"):
     """Compile each block on its own, in place: one graph, reused by all blocks of the same shape.
 
     A graph must be whole (a break is an error), and what happens between blocks, such as FSDP's
-    gathering, stays outside of it.
+    gathering, stays outside of it. With `ac` "op" the checkpoint is part of the graph, since the
+    compiler must know what to save; otherwise it stays outside and runs the compiled block twice
+    (torch 2.13 cannot compile a full checkpoint under tp: it would save a DeviceMesh).
 
     Source:  paper §2.2.2.
     """
     for block in model.layers.values():
-        block.compile(backend=backend, fullgraph=True)
+        region = block if ac == "op" else getattr(block, "_checkpoint_wrapped_module", block)
+        region.compile(backend=backend, fullgraph=True)
 
 
 def enable_async_tp():

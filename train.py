@@ -51,6 +51,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
 import data
+import float8
 import model
 import parallel
 import pipeline
@@ -85,8 +86,9 @@ def parse_args(argv=None):
         "the text of Python's standard library -> data.py:open_tokens")
     add("--data-cache", default=".cache", help="folder for tokens made here -> data.py:open_tokens")
     add("--tokenizer", default="bytes", help="bytes, or a tiktoken file -> data.py:load_tokenizer")
-    add("--local-batch-size", type=int, default=8,
-        help="sequences per data rank per forward and backward -> train.py:train_step")
+    add("--local-batch-size", type=int,
+        help="sequences per data rank per forward and backward; if not given 4, or with a pipeline "
+        "a microbatch for each of more stages -> train.py:train_step")
     add("--global-batch-size", type=int, default=-1,
         help="sequences per optimizer step on all ranks; what does not fit at once is accumulated; "
         "-1: no accumulation -> train.py:train_step")
@@ -131,6 +133,15 @@ def parse_args(argv=None):
         "if not given, evenly -> pipeline.py:split_at")
     add("--pp-end-weights", type=int, nargs=2, default=[1, 1], metavar=("IN", "OUT"),
         help="layers that embedding and head count as -> pipeline.py:split_layers")
+
+    add = parser.add_argument_group("float8").add_argument
+    add("--float8", choices=float8.RECIPES, help="8-bit matmuls -> float8.py:apply_float8")
+    add("--float8-all-gather", action="store_true",
+        help="FSDP gathers 8-bit weights; tensorwise only -> float8.py:precompute_float8_scales")
+    add("--float8-filter", default="output", metavar="NAMES", help="linears to leave alone, as in "
+        "output,layers.0,auto; auto: those too small to gain -> float8.py:skip_reason")
+    add("--float8-emulate", action="store_true",
+        help="the same numbers on any hardware, slowly -> float8.py:apply_float8")
 
     add = parser.add_argument_group("optimizer").add_argument
     add("--steps", type=int, default=100, help="-> train.py:main")
@@ -202,6 +213,9 @@ def resolve_args(args, world_size):
     if args.dp_shard == -1:
         others = args.pp * args.dp_replicate * args.cp * args.tp
         args.dp_shard = max(1, world_size // max(1, others))
+    if args.local_batch_size is None:
+        n_stages = args.pp * (2 if pipeline.is_multi_stage(schedule_name(args)) else 1)
+        args.local_batch_size = max(4, n_stages * args.microbatch_size if args.pp > 1 else 1)
     if args.global_batch_size == -1:
         args.global_batch_size = args.local_batch_size * args.dp_replicate * args.dp_shard
     if args.param_dtype is None:
@@ -242,6 +256,7 @@ def check_args(args, config, world_size):
     check_mesh(args, config, world_size)
     check_pipeline(args, config)
     check_techniques(args)
+    check_float8(args, config)
     n_data = args.dp_replicate * args.dp_shard
     unit = args.local_batch_size * n_data
     require(
@@ -376,6 +391,28 @@ def check_techniques(args):
             (torch.cuda.is_available(), "no CUDA device", "its kernels are CUDA's; leave it out"),
         ):
             require(is_met, f"--async-tp conflicts with {has}: {needs}")
+
+
+def check_float8(args, config):
+    skip = [entry for entry in args.float8_filter.split(",") if entry]
+    float8.check_float8(
+        args.float8,
+        all_gather=args.float8_all_gather,
+        skip=skip,
+        emulate=args.float8_emulate,
+        compile=args.compile,
+        capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
+    )
+    if args.float8:
+        with torch.device("meta"):
+            whole = model.Transformer(config, seq_len=1)
+        rows = args.microbatch_size if args.pp > 1 else args.local_batch_size
+        float8.check_float8_fits(
+            args.float8,
+            skip=skip,
+            linear_names=[n for n, m in whole.named_modules() if isinstance(m, torch.nn.Linear)],
+            n_tokens=rows * args.seq_len // args.cp,
+        )
 
 
 def schedule_name(args):
@@ -519,6 +556,7 @@ class Job:
     positions: torch.Tensor  # global positions of the tokens this cp rank holds, (T/cp,)
     shapes: dict  # {parameter name: full shape} of the whole model
     loss_parallel: bool
+    has_float8_scales: bool
 
 
 def build(args, config, device):
@@ -554,14 +592,18 @@ def build(args, config, device):
     if args.async_tp:
         parallel.enable_async_tp()
     for part in parts:
+        tp_styles = ()
+        if args.float8:
+            report_float8(*apply_float8(args, part))
+            tp_styles = float8.float8_tp_styles(args.float8)
         if args.tp > 1:
-            parallel.apply_tp(part, mesh["tp"], loss_parallel=use_loss_parallel)
+            parallel.apply_tp(part, mesh["tp"], *tp_styles, loss_parallel=use_loss_parallel)
         if args.cp > 1:
             parallel.apply_cp(part, mesh["cp"])
         if args.ac != "none":
             parallel.apply_ac(part, args.ac)
         if args.compile:
-            parallel.apply_compile(part)
+            parallel.apply_compile(part, ac=args.ac)
         parallel.apply_fsdp(
             part,
             mesh,
@@ -573,6 +615,8 @@ def build(args, config, device):
         parallel.materialise(
             part, device=device, weight_device=weight_device, draw=draw, positions=positions
         )
+    if args.float8_all_gather:
+        float8.precompute_float8_scales(parts)
     loss_fn = build_loss(parts[-1], args.loss_chunks, args.tp)
     schedule = None
     if args.pp > 1:
@@ -588,7 +632,29 @@ def build(args, config, device):
         positions=positions.to(device),
         shapes=shapes,
         loss_parallel=use_loss_parallel,
+        has_float8_scales=args.float8_all_gather,
     )
+
+
+def apply_float8(args, part):
+    return float8.apply_float8(
+        part,
+        args.float8,
+        all_gather=args.float8_all_gather,
+        skip=[entry for entry in args.float8_filter.split(",") if entry],
+        emulate=args.float8_emulate,
+        tp=args.tp,
+    )
+
+
+def report_float8(converted, skipped):
+    """Say on rank 0 which linears of its stages became 8-bit, and why others did not."""
+    if dist.get_rank() > 0:
+        return
+    print(f"float8 {len(converted)} linears converted: {', '.join(converted[:7])}, ...")
+    for reason in dict.fromkeys(skipped.values()):
+        names = [name for name, why in skipped.items() if why == reason]
+        print(f"       {len(names)} left alone ({reason}): {', '.join(names[:3])}")
 
 
 def build_schedule(args, config, pp_mesh, parts, loss_fn):
@@ -716,6 +782,8 @@ def train_step(job, inputs, labels, *, local_batch_size, max_norm, wants_stop=Fa
     norm = parallel.clip_grad_norm(parameters, max_norm, job.mesh["pp"])
     job.optimizer.step()
     job.optimizer.zero_grad()
+    if job.has_float8_scales:
+        float8.precompute_float8_scales(job.parts)
     return torch.stack([loss, norm.to(loss), n_valid_tokens.to(loss), local_loss, n_stops])
 
 
@@ -786,8 +854,8 @@ def check_finite(job, step, stats):
     names = sorted({name for _, names in reports for name in names})
     raise NonFiniteError(
         f"step {step} gave loss {stats.loss} and gradient norm {stats.grad_norm}: all ranks stop, "
-        f"and the step is not saved. Loss not finite on ranks {loss_ranks or 'none'}; weights no longer finite on "
-        f"ranks {weight_ranks or 'none'}: {', '.join(names[:3]) or 'none'}"
+        f"and the step is not saved. Loss not finite on ranks {loss_ranks or 'none'}; weights no "
+        f"longer finite on ranks {weight_ranks or 'none'}: {', '.join(names[:3]) or 'none'}"
         f"{' and others' if len(names) > 3 else ''}. Try to go on from the last checkpoint with a "
         "lower --lr or --max-norm"
     )
@@ -1000,6 +1068,8 @@ def resume(args, job, tokens):
     state = checkpoint.read_train_state(folder, chosen[0])
     check_resumable(args, tokens, state)
     checkpoint.load_checkpoint(folder, chosen[0], job.parts, job.optimizer, shapes=job.shapes)
+    if job.has_float8_scales:
+        float8.precompute_float8_scales(job.parts)
     dist.barrier()
     if dist.get_rank() == 0:
         print(f"resumed {folder} at step {chosen[0]}")

@@ -92,7 +92,7 @@ def gather_parts(job, value_of):
 def run_case(flags, dtype, steps):
     """Train on this rank as train.py would; return what `compare` looks at (all ranks call it)."""
     torch.set_default_dtype(train.DTYPES[dtype])  # float64: master weights and sums in it as well
-    argv = f"{BASE} {flags} --param-dtype {dtype} --reduce-dtype {dtype}".split()
+    argv = f"{BASE} --param-dtype {dtype} --reduce-dtype {dtype} {flags}".split()
     args = train.parse_args(argv)
     config = train.resolve_args(args, dist.get_world_size())
     train.check_args(args, config, dist.get_world_size())
@@ -184,13 +184,16 @@ def is_equal(errors, dtype):
     )
 
 
-def run_matrix(cases, *, dtype, steps, timeout_s=600):
-    """{name: (ranks, flags)} -> {name: errors against one process}; one launch per world size."""
-    reference = run_ranks(1, run_cases, ["--local-batch-size 8"], dtype, steps)[0][0]
+def run_matrix(cases, *, dtype, steps, common="", timeout_s=600):
+    """{name: (ranks, flags)} -> {name: errors against one process}; one launch per world size.
+
+    `common` are flags that the one process has as well.
+    """
+    reference = run_ranks(1, run_cases, [f"--local-batch-size 8 {common}"], dtype, steps)[0][0]
     errors = {}
     for world_size in sorted({ranks for ranks, _ in cases.values()}):
         names = [name for name, (ranks, _) in cases.items() if ranks == world_size]
-        flags = [cases[name][1] for name in names]
+        flags = [f"{cases[name][1]} {common}" for name in names]
         results = run_ranks(world_size, run_cases, flags, dtype, steps, timeout_s=timeout_s)
         for name, per_rank in zip(names, zip(*results, strict=True), strict=True):
             errors[name] = compare(merge_ranks(list(per_rank)), reference)
@@ -211,9 +214,10 @@ def all_cases(world):
     """Every mesh with every choice that applies to it."""
     cases = {}
     for name, (ranks, flags) in (MESHES | SCHEDULES).items():
-        # of a batch of 8, two halves are too few microbatches for 8 stages of DualPipeV
-        accumulations = (1,) if name == "pp4 DualPipeV" else (1, 2)
-        for accumulation in accumulations if ranks <= world else ():
+        # a part of the batch must hold a sequence, and a microbatch for each stage of a pipeline
+        least = 8 if "DualPipeV" in name and "pp4" in name else 4 if "pp" in name else 1
+        fitting = [n for n in (1, 2, 4) if 8 // data_ranks(flags) // n >= least]
+        for accumulation in fitting if ranks <= world else ():
             for loss in ("", " --no-loss-parallel") if "--tp" in flags else ("",):
                 title = f"{name}{', loss gathered' if loss else ''}, accumulation {accumulation}"
                 full = with_accumulation(flags + loss, data_ranks(flags), accumulation)
