@@ -69,7 +69,6 @@ from typing import NamedTuple
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     Schedule1F1B,
@@ -339,6 +338,7 @@ def skip_warmup(schedule):
 
     No answer would come there. A real group needs it: it opens the neighbours' connections.
     """
+    from torch.distributed.pipelining._utils import InferenceMode  # new in torch 2.13
 
     def set_static(stages, _has_backward, _p2p_done):
         for stage in stages:

@@ -32,11 +32,13 @@ import importlib.util
 import json
 import math
 import os
+import re
 import resource
 import shlex
 import signal
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -169,11 +171,25 @@ def parse_args(argv=None):
     add("--resume", type=resume_choice, default="auto", metavar="{auto,never,STEP}",
         help="from the newest checkpoint in OUT, or none, or STEP -> checkpoint.py:choose_step")
 
+    add("--init-from", metavar="PATH", help="start at step 0 with the weights of a checkpoint or a "
+        "Hugging Face folder -> checkpoint.py:load_weights")
+
     add = parser.add_argument_group("logging").add_argument
     add("--log-every", type=int, default=10, help="steps -> train.py:Metrics")
     add("--tensorboard", action="store_true", help="write OUT/tensorboard -> train.py:Metrics")
+    add("--profile-steps", metavar="A:B",
+        help="trace these steps into OUT/profile, one file per rank -> train.py:build_profiler")
+    add("--memory-snapshot", action="store_true",
+        help="CUDA: what filled the memory, at the end or when it runs out, into OUT/memory "
+        "-> train.py:dump_memory")
+    add("--flight-recorder", type=int, default=0, metavar="N",
+        help="remember the last N collectives, and write them into OUT/flight when a rank fails or "
+        "hangs -> train.py:init_distributed")
+    add("--check-ranks-every", type=int, default=0, help="steps; compare what ranks must have in "
+        "common, 0: never -> train.py:check_ranks")
     add("--timeout-s", type=float, default=300.0,
-        help="after which a collective counts as hung -> train.py:init_distributed")
+        help="after which a collective counts as hung, once the first step is done; before, 600 s "
+        "or more -> train.py:init_distributed")
     add("--deterministic", action="store_true",
         help="only kernels that repeat bit for bit -> train.py:init_distributed")
     return parser.parse_args(argv)
@@ -241,6 +257,7 @@ def check_args(args, config, world_size):
         "local_batch_size": 1, "global_batch_size": 1, "microbatch_size": 1, "log_every": 1,
         "loss_chunks": 1, "val_every": 0, "val_steps": 1,
         "warmup_steps": 0, "checkpoint_every": 0, "keep_latest": 0, "weight_decay": 0,
+        "flight_recorder": 0, "check_ranks_every": 0,
     }  # fmt: skip
     for name, least in at_least.items():
         f, value = "--" + name.replace("_", "-"), getattr(args, name)
@@ -257,6 +274,8 @@ def check_args(args, config, world_size):
     check_pipeline(args, config)
     check_techniques(args)
     check_float8(args, config)
+    if args.init_from:
+        checkpoint.check_init_from(args.init_from, dataclasses.asdict(config))
     n_data = args.dp_replicate * args.dp_shard
     unit = args.local_batch_size * n_data
     require(
@@ -274,6 +293,14 @@ def check_args(args, config, world_size):
         not args.tensorboard or importlib.util.find_spec("tensorboard"),
         "--tensorboard needs the package tensorboard, which is not installed: pip install "
         f"tensorboard, or leave it out; {args.out}/metrics.jsonl holds the same numbers",
+    )
+    require(
+        args.profile_steps is None or re.fullmatch(r"([1-9]\d*):([1-9]\d*)", args.profile_steps),
+        f"--profile-steps {args.profile_steps} conflicts with its form, FIRST:LAST step: try 10:12",
+    )
+    require(
+        not args.memory_snapshot or torch.cuda.is_available(),
+        "--memory-snapshot conflicts with a CPU: CUDA's allocator keeps the history; leave it out",
     )
     existing = next(p for p in (Path(args.out), *Path(args.out).absolute().parents) if p.exists())
     require(
@@ -465,12 +492,42 @@ def init_distributed(args):
     if torch.cuda.is_available():
         device = torch.device("cuda", rank_from_env("LOCAL_RANK"))
         torch.cuda.set_device(device)
-    options = {"timeout": timedelta(seconds=args.timeout_s)}
+    if args.flight_recorder:  # read when the groups are made; NCCL dumps by itself on a timeout
+        (Path(args.out) / "flight").mkdir(parents=True, exist_ok=True)
+        os.environ["TORCH_FR_BUFFER_SIZE"] = str(args.flight_recorder)
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{Path(args.out).absolute()}/flight/rank-"
+    if args.memory_snapshot:
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+    # true of a norm whose output goes to a chunked loss, and harmless: nothing here works in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    options = {"timeout": timedelta(seconds=max(600.0, args.timeout_s))}  # compilation takes long
     if "RANK" not in os.environ:  # plain `python train.py`: a group of one, without a network
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     # gloo beside nccl: offloaded gradients and checkpoints are reduced on the host
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **options)
     return device
+
+
+def shorten_timeouts(timeout_s):
+    """After the first step nothing takes long any more: let a hang be noticed sooner."""
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def dump_flight_record():
+    """Write this rank's last collectives as TORCH_FR_DUMP_TEMP_FILE says, if they are recorded."""
+    prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
+    if prefix and dist.is_initialized():
+        record = torch._C._distributed_c10d._dump_fr_trace(True, False, False)
+        Path(f"{prefix}{dist.get_rank()}").write_bytes(record)
+
+
+def dump_memory(args):
+    """Write the allocator's history as a picture for pytorch.org/memory_viz."""
+    if args.memory_snapshot:
+        folder = Path(args.out) / "memory"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(folder / f"rank-{dist.get_rank()}.pickle"))
 
 
 def fail(error):
@@ -590,7 +647,7 @@ def build(args, config, device):
         return model.draw_weight(name, shape, config=config, seed=args.seed, device=weight_device)
 
     if args.async_tp:
-        parallel.enable_async_tp()
+        parallel.enable_async_tp(mesh["tp"])
     for part in parts:
         tp_styles = ()
         if args.float8:
@@ -762,6 +819,12 @@ def sum_over_ranks(job, loss, n_stops):
     return pair.unbind()
 
 
+def refresh_scales(job):
+    """After every change of the weights: the scales with which FSDP gathers them in float8."""
+    if job.has_float8_scales:
+        float8.precompute_float8_scales(job.parts)
+
+
 def train_step(job, inputs, labels, *, local_batch_size, max_norm, wants_stop=False):
     """One optimizer step on this data rank's share of the global batch; no host sync.
 
@@ -782,8 +845,7 @@ def train_step(job, inputs, labels, *, local_batch_size, max_norm, wants_stop=Fa
     norm = parallel.clip_grad_norm(parameters, max_norm, job.mesh["pp"])
     job.optimizer.step()
     job.optimizer.zero_grad()
-    if job.has_float8_scales:
-        float8.precompute_float8_scales(job.parts)
+    refresh_scales(job)
     return torch.stack([loss, norm.to(loss), n_valid_tokens.to(loss), local_loss, n_stops])
 
 
@@ -816,6 +878,38 @@ def evaluate(job, tokens, args):
     return (sums[0] / sums[1]).item()
 
 
+def checksum(tensor):
+    """Sum of the bits of a tensor, 32 at a time: one flipped bit changes it (int)."""
+    return tensor.contiguous().view(torch.int32).sum(dtype=torch.int64).item()
+
+
+def check_ranks(job, step, inputs):
+    """Raise TrainingError, naming the ranks, if what several ranks must share differs.
+
+    Compared: the step; the batch, along tp, cp and pp; and every piece of the weights that more
+    than one rank holds, along dp_replicate and, for norms, tp. The larger group counts as right.
+    """
+    facts = {("step",): step, ("batch", job.mesh["data"].get_local_rank()): checksum(inputs)}
+    for part in job.parts:
+        for name, weight in parallel.named_weights(part):
+            coordinates = zip(weight.placements, weight.device_mesh.get_coordinate(), strict=True)
+            piece = [c for placement, c in coordinates if not placement.is_replicate()]
+            facts["weight", name, *piece] = checksum(parallel.local_tensor(weight.detach()))
+    reports = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, facts)
+    for key in {key for report in reports for key in report}:
+        holders = {rank: report[key] for rank, report in enumerate(reports) if key in report}
+        values = list(holders.values())
+        usual = max(values, key=values.count)
+        drifted = [rank for rank, value in holders.items() if value != usual]
+        if drifted:
+            raise TrainingError(
+                f"step {step}: ranks {drifted} differ from {sorted(holders.keys() - drifted)} in "
+                f"{' '.join(map(str, key[:2]))}, which they must share: look for faulty hardware "
+                "or a missing collective, and resume from a checkpoint before it"
+            )
+
+
 def copy_to_host(stats):
     """Start copying a step's numbers; the function returned waits for them and gives `Stats`."""
     host = torch.empty(stats.shape, dtype=stats.dtype, pin_memory=stats.is_cuda)
@@ -830,12 +924,12 @@ def copy_to_host(stats):
     return read
 
 
-class NonFiniteError(Exception):
-    """Training cannot go on: a step gave NaN or Inf."""
+class TrainingError(Exception):
+    """Training cannot go on; every rank raises it at the same step."""
 
 
 def check_finite(job, step, stats):
-    """Raise NonFiniteError on every rank if the step's loss or gradient norm is NaN or Inf.
+    """Raise TrainingError on every rank if the step's loss or gradient norm is NaN or Inf.
 
     Both numbers are the same on all ranks, so all come here together and can gather who began.
     """
@@ -852,7 +946,7 @@ def check_finite(job, step, stats):
     loss_ranks = [r for r, (finite, _) in enumerate(reports) if not finite]
     weight_ranks = [r for r, (_, names) in enumerate(reports) if names]
     names = sorted({name for _, names in reports for name in names})
-    raise NonFiniteError(
+    raise TrainingError(
         f"step {step} gave loss {stats.loss} and gradient norm {stats.grad_norm}: all ranks stop, "
         f"and the step is not saved. Loss not finite on ranks {loss_ranks or 'none'}; weights no "
         f"longer finite on ranks {weight_ranks or 'none'}: {', '.join(names[:3]) or 'none'}"
@@ -862,6 +956,23 @@ def check_finite(job, step, stats):
 
 
 # ---- 6. What is printed and logged -------------------------------------------------------------
+
+def build_profiler(args, done):
+    """Context that traces the steps of --profile-steps; `step()` marks the end of a step."""
+    if args.profile_steps is None:
+        return nullcontext()
+    first, last = map(int, args.profile_steps.split(":"))
+    folder = Path(args.out) / "profile"
+    folder.mkdir(parents=True, exist_ok=True)
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(
+            wait=max(0, first - done - 1), warmup=0, active=max(1, last - first + 1), repeat=1
+        ),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(
+            str(folder / f"rank-{dist.get_rank()}.json")
+        ),
+    )
+
 
 # Dense bf16 peak of one device, TFLOPs, by a part of its name; the first match counts
 PEAK_TFLOPS = {
@@ -1055,7 +1166,7 @@ def check_resumable(args, tokens, state):
 
 
 def resume(args, job, tokens):
-    """Load the chosen checkpoint, if any; return (steps done, sequences consumed)."""
+    """Load the chosen checkpoint, or --init-from; return (steps done, sequences consumed)."""
     folder = Path(args.out) / "checkpoints"
     chosen = [None]
     if dist.get_rank() == 0:
@@ -1064,12 +1175,14 @@ def resume(args, job, tokens):
             print(f"ignored: {folder / name} was never finished")
     dist.broadcast_object_list(chosen)  # one rank looks, so that all see the same
     if chosen[0] is None:
+        if args.init_from:
+            checkpoint.load_weights(args.init_from, job.parts, shapes=job.shapes)
+            refresh_scales(job)
         return 0, 0
     state = checkpoint.read_train_state(folder, chosen[0])
     check_resumable(args, tokens, state)
     checkpoint.load_checkpoint(folder, chosen[0], job.parts, job.optimizer, shapes=job.shapes)
-    if job.has_float8_scales:
-        float8.precompute_float8_scales(job.parts)
+    refresh_scales(job)
     dist.barrier()
     if dist.get_rank() == 0:
         print(f"resumed {folder} at step {chosen[0]}")
@@ -1078,11 +1191,25 @@ def resume(args, job, tokens):
     return chosen[0], state["sequences"]
 
 
+def save(checkpointer, step, job, state):
+    """Begin a save; a failed one, this or the one before, is told loudly and training goes on."""
+    try:
+        checkpointer.save(step, job.parts, job.optimizer, state)
+    except checkpoint.CheckpointError as error:
+        if dist.get_rank() == 0:
+            print(f"WARNING: {error}; training goes on", file=sys.stderr, flush=True)
+
+
 def catch_signals():
     """From now on SIGTERM and SIGUSR1 end the run after a step: the list names those that came."""
     came = []
+
+    def note(number, frame):
+        came.append(signal.Signals(number).name)
+        dump_flight_record()  # torchrun sends SIGTERM to ranks that hang after another failed
+
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda n, frame: came.append(signal.Signals(n).name))
+        signal.signal(number, note)
     return came
 
 
@@ -1145,55 +1272,59 @@ def main(argv=None):
 
     # 5. The loop
     try:
-        for step in range(done + 1, args.steps + 1):
-            for group in job.optimizer.param_groups:
-                group["lr"] = lr_at(step, args)
-            inputs, labels = loader.get(step)
-            metrics.data_s += loader.wait_s
-            stats = train_step(
-                job,
-                inputs,
-                labels,
-                local_batch_size=args.local_batch_size,
-                max_norm=args.max_norm,
-                wants_stop=bool(signals),
-            )
-            is_last = step == args.steps
-            if read_stats is not None:  # of the step before: they are there, nothing waits
-                check_finite(job, step - 1, read_stats())
-                is_last |= read_stats().n_stops > 0  # the same on all ranks
-            read_stats = copy_to_host(stats)
-            sequences += args.global_batch_size
-
-            do_eval = args.val_every > 0 and (step % args.val_every == 0 or is_last)
-            do_save = checkpointer and (step % args.checkpoint_every == 0 or is_last)
-            do_log = step == 1 or step % args.log_every == 0 or do_eval or is_last
-            if do_log or do_save:
-                check_finite(job, step, read_stats())
-            if do_log:
-                val_loss = evaluate(job, val_tokens, args) if do_eval else None
-                metrics.log(
-                    step,
-                    stats=read_stats(),
-                    lr=lr_at(step, args),
-                    tokens=sequences * args.seq_len,
-                    val_loss=val_loss,
+        with build_profiler(args, done) as profiler:
+            for step in range(done + 1, args.steps + 1):
+                for group in job.optimizer.param_groups:
+                    group["lr"] = lr_at(step, args)
+                inputs, labels = loader.get(step)
+                metrics.data_s += loader.wait_s
+                stats = train_step(
+                    job,
+                    inputs,
+                    labels,
+                    local_batch_size=args.local_batch_size,
+                    max_norm=args.max_norm,
+                    wants_stop=bool(signals),
                 )
-            if do_save:
-                state = train_state(args, job, tokens, step=step, sequences=sequences)
-                try:
-                    checkpointer.save(step, job.parts, job.optimizer, state)
-                except checkpoint.CheckpointError as error:  # of this save, or the one before
-                    if rank == 0:
-                        print(f"WARNING: {error}; training goes on", file=sys.stderr)
-            if step % 50 == 0:
-                gc.collect(1)
-            if is_last:
-                break
-    except NonFiniteError:
+                is_last = step == args.steps
+                if read_stats is not None:  # of the step before: they are there, nothing waits
+                    check_finite(job, step - 1, read_stats())
+                    is_last |= read_stats().n_stops > 0  # the same on all ranks
+                read_stats = copy_to_host(stats)
+                sequences += args.global_batch_size
+
+                do_eval = args.val_every > 0 and (step % args.val_every == 0 or is_last)
+                do_save = checkpointer and (step % args.checkpoint_every == 0 or is_last)
+                do_log = step == 1 or step % args.log_every == 0 or do_eval or is_last
+                if args.check_ranks_every and step % args.check_ranks_every == 0:
+                    check_ranks(job, step, inputs)
+                if do_log or do_save:
+                    check_finite(job, step, read_stats())
+                if do_log:
+                    metrics.log(
+                        step,
+                        stats=read_stats(),
+                        lr=lr_at(step, args),
+                        tokens=sequences * args.seq_len,
+                        val_loss=evaluate(job, val_tokens, args) if do_eval else None,
+                    )
+                if do_save:
+                    state = train_state(args, job, tokens, step=step, sequences=sequences)
+                    save(checkpointer, step, job, state)
+                if step % 50 == 0:
+                    gc.collect(1)
+                if step == done + 1:
+                    shorten_timeouts(args.timeout_s)
+                if profiler is not None:
+                    profiler.step()
+                if is_last:
+                    break
+    except TrainingError:
         if checkpointer:
             checkpointer.close()  # the last good step may still be on its way to the disk
         raise
+    finally:
+        dump_memory(args)
 
     # 6. The end
     metrics.close()
@@ -1213,8 +1344,11 @@ def run(argv=None):
     """`main`, with what a user can mend told in one line instead of a traceback per rank."""
     try:
         main(argv)
-    except (ValueError, NonFiniteError, checkpoint.CheckpointError) as error:
+    except (ValueError, TrainingError, checkpoint.CheckpointError) as error:
         fail(error)
+    except Exception:
+        dump_flight_record()
+        raise
 
 
 if __name__ == "__main__":

@@ -55,9 +55,10 @@ def run_ranks(world_size, function, *args, timeout_s=180):
         ]
 
 
-def run_program(world_size, flags, *, cwd, before=None, timeout_s=180):
+def run_program(world_size, flags, *, cwd, before=None, timeout_s=180, grace_s=1):
     """Run `train.py flags` on forked ranks; `before(rank)` may patch things in the child first.
 
+    When a rank fails the others get SIGTERM and, `grace_s` later, SIGKILL, as from torchrun.
     Returns: ([exit status of each rank], [stdout and stderr of each rank])
     """
     with socket.socket() as probe:
@@ -71,11 +72,14 @@ def run_program(world_size, flags, *, cwd, before=None, timeout_s=180):
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + timeout_s
+        deadline, stopping = time.monotonic() + timeout_s, False
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
             failed = [p for p in processes if not p.is_alive() and p.exitcode != 0]
-            if failed:  # as torchrun does; a moment later, so that others can fail too
-                deadline = min(deadline, time.monotonic() + 1)
+            if failed and not stopping:
+                stopping = True
+                for process in processes:
+                    process.terminate()
+                deadline = min(deadline, time.monotonic() + grace_s)
             time.sleep(0.02)
         for process in processes:
             process.kill()

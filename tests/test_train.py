@@ -4,11 +4,16 @@ import ast
 import json
 import math
 import os
+import pickle
+import random
 import re
 import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -273,6 +278,113 @@ def test_sigterm_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint(fold
     assert "resumed" in train_on(1, flags.replace(mesh, "").replace("50", "6"), folder)
 
 
+def drift(rank):
+    """In a forked rank: rank 1's copy of a weight changes by one bit before the third check."""
+    original = train.check_ranks
+
+    def check_ranks(job, step, inputs):
+        if rank == 1 and step == 3:
+            weight = parallel.local_tensor(job.parts[0].layers["0"].ffn_norm.weight.detach())
+            weight.view(torch.int32)[0] ^= 1
+        return original(job, step, inputs)
+
+    train.check_ranks = check_ranks
+
+
+@pytest.mark.parametrize("mesh", ["--dp-replicate 2", "--tp 2"])
+def test_a_rank_that_drifts_by_one_bit_is_named(folder, mesh):
+    flags = f"{TINY} --steps 5 {mesh} --check-ranks-every 1 --checkpoint-every 0 --out drift"
+    codes, outputs = run_program(2, flags, cwd=folder, before=drift)
+    assert codes[0] == 1
+    expected = "step 3: ranks [1] differ from [0] in weight layers.0.ffn_norm.weight"
+    assert expected in outputs[0], outputs[0]
+
+
+def skip_a_collective(rank):
+    """In a forked rank: rank 1 never comes to the third step's gradient norm."""
+    original, calls = parallel.clip_grad_norm, []
+
+    def clip_grad_norm(parameters, max_norm, pp_mesh):
+        calls.append(1)
+        if rank == 1 and len(calls) == 3:
+            time.sleep(100)
+        return original(parameters, max_norm, pp_mesh)
+
+    parallel.clip_grad_norm = clip_grad_norm
+
+
+def test_a_hang_leaves_the_last_collectives_of_every_rank(folder):
+    flags = "--steps 9 --checkpoint-every 0 --timeout-s 4 --flight-recorder 200 --out hang"
+    start = time.perf_counter()
+    codes, _ = run_program(2, f"{TINY} {flags}", cwd=folder, before=skip_a_collective)
+    assert 0 not in codes and time.perf_counter() - start < 60
+    counts = []
+    for rank in range(2):
+        record = pickle.loads((folder / f"hang/flight/rank-{rank}").read_bytes())
+        names = [(entry["process_group"], entry["profiling_name"]) for entry in record["entries"]]
+        counts.append({name: names.count(name) for name in names})
+    # a norm's all-reduce over the fsdp group is what rank 0 began and rank 1 never did
+    more = {name for name in counts[0] if counts[0][name] > counts[1].get(name, 0)}
+    assert any("all_reduce" in name for _, name in more), counts
+
+
+def test_the_profile_has_a_trace_per_rank_with_the_steps_asked_for(folder):
+    flags = "--steps 5 --profile-steps 3:4 --checkpoint-every 0 --out profile"
+    assert run_program(2, f"{TINY} {flags}", cwd=folder)[0] == [0, 0]
+    for rank in range(2):
+        trace = json.loads((folder / f"profile/profile/rank-{rank}.json").read_text())
+        steps = {e["name"] for e in trace["traceEvents"] if "ProfilerStep" in e.get("name", "")}
+        assert len(steps) == 2
+
+
+def kill_after(seconds, victim):
+    """A `before`: the victim's process is killed that long after it starts training."""
+
+    def before(rank):
+        if rank == victim:
+            original = train.catch_signals
+
+            def catch_signals():
+                timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+                timer.daemon = True
+                timer.start()
+                return original()
+
+            train.catch_signals = catch_signals
+
+    return before
+
+
+def kill_and_compare(folder, n_kills, seed):
+    """Kill ranks at random moments of a run that saves every 3 steps; then let it end."""
+    generator = random.Random(seed)
+    flags = f"{SHARD_BATCH} --steps 40 --checkpoint-every 3 --keep-latest 2"
+    if not (folder / "unkilled").exists():
+        train_on(2, f"{flags} --out unkilled", folder)
+    out, killed = f"killed-{seed}", 0
+    for _ in range(n_kills):
+        before = kill_after(generator.uniform(0.0, 1.5), generator.randrange(2))
+        codes, outputs = run_program(
+            2, f"{TINY} {flags} --out {out}", cwd=folder, before=before
+        )
+        killed += -signal.SIGKILL in codes
+        assert "is published but" not in outputs[0], outputs[0]
+        if (folder / f"{out}/checkpoints/step-00000040").exists():
+            shutil.rmtree(folder / out)  # it got to the end: start over
+    train_on(2, f"{flags} --out {out}", folder)
+    assert losses_of(folder, out) == losses_of(folder, "unkilled")
+    return killed
+
+
+def test_killed_runs_resume_to_the_same_losses_bit_for_bit(folder):
+    assert kill_and_compare(folder, n_kills=3, seed=1) > 0
+
+
+@pytest.mark.soak
+def test_fifty_kills_lose_nothing(folder):
+    assert kill_and_compare(folder, n_kills=60, seed=2) >= 50
+
+
 def step_without_labels():
     args = train.parse_args(shlex.split(TINY))
     config = train.resolve_args(args, dist.get_world_size())
@@ -429,6 +541,40 @@ def test_torchrun_shows_a_refusal_once_and_fails_in_seconds(folder):
     assert time.perf_counter() - start < 60  # 20 s on an idle machine
 
 
+def test_two_agents_form_one_job(folder):
+    """As on two hosts: each starts its own torchrun, and they meet at a rendezvous."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = f"{TINY} --steps 2 --optimizer sgd --lr 0.3 --local-batch-size 4 --out"
+    agents = [
+        subprocess.Popen(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank",
+                str(node), "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
+                f"127.0.0.1:{port}", str(ROOT / "train.py"), *shlex.split(flags), "agents",
+                "--pp", "2", "--tp", "2",
+            ],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    outputs = [agent.communicate(timeout=240) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    train_on(1, flags.removeprefix(TINY) + " one-agent", folder)
+    assert losses_of(folder, "agents") == pytest.approx(losses_of(folder, "one-agent"), rel=1e-5)
+
+
+@pytest.mark.parametrize("name, ranks", [("8b", 8), ("70b", 256), ("405b", 512)])
+def test_the_recipes_pass_every_check_on_the_hardware_they_are_for(name, ranks, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    args = train.parse_args([f"@{ROOT}/recipes/llama3_{name}.args"])
+    config = train.resolve_args(args, ranks)
+    train.check_args(args, config, ranks)
+    assert args.global_batch_size == {"8b": 16, "70b": 512, "405b": 128}[name]  # the paper's
+
+
 # ---- 5. Housekeeping ---------------------------------------------------------------------------
 
 MODULES = "model data parallel pipeline float8 checkpoint train".split()
@@ -467,6 +613,16 @@ def test_every_help_string_names_a_function_that_exists():
             if isinstance(target, ast.Name)
         }
         assert match[2] in names, f"--{dest}: {match[0]} does not exist"
+
+
+def test_the_readme_maps_every_flag_and_names_every_module():
+    readme = (ROOT / "README.md").read_text()
+    flag_map = readme.split("## Flag map")[1].split("\n## ")[0]
+    named = set(re.findall(r"`--([a-z0-9-]+)`", flag_map))
+    assert named == {dest.replace("_", "-") for dest in all_flags()}
+    for path in ROOT.glob("*.py"):
+        assert f"| `{path.name}` |" in readme, f"{path.name} is missing from the file table"
+    assert {path.stem for path in ROOT.glob("*.py")} == set(MODULES)
 
 
 def test_only_train_imports_siblings():

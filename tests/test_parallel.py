@@ -1,0 +1,828 @@
+"""parallel.py: every mesh trains as one process; groups, shapes, collectives, bytes and graphs."""
+
+import functools
+import gc
+import re
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import model as llama
+import parallel
+import pipeline
+import train
+
+aten = torch.ops.aten
+B, T, D, V, L = 8, 32, 32, 67, 7  # of parity.BASE: what every rank of tp, cp and pp sees of a batch
+H, K, DH, F = 8, 4, 4, 48
+
+
+# ---- Every mesh trains as one process ----------------------------------------------------------
+
+
+def accumulated(ranks, flags, times=1):
+    return ranks, parity.with_accumulation(flags, parity.data_ranks(flags), times)
+
+
+PP2_DP2_TP2, DP2_CP2 = parity.MESHES["pp2 x dp2 x tp2"], parity.MESHES["dp2 x cp2"]
+MESHES = {name: accumulated(*case) for name, case in parity.MESHES.items()}
+VARIATIONS = {  # one factor at a time
+    "dp2, accumulation 2": accumulated(2, "--dp-shard 2", 2),
+    "pp2, accumulation 2": accumulated(2, "--pp 2", 2),
+    "tp2, loss gathered": accumulated(2, "--tp 2 --no-loss-parallel"),
+    "dp2, reshard always": accumulated(2, "--dp-shard 2 --reshard always"),
+    "dp2, reshard never": accumulated(2, "--dp-shard 2 --reshard never"),
+    "dp2, cpu offload": accumulated(2, "--dp-shard 2 --cpu-offload"),
+} | {
+    f"{name}, {technique}": accumulated(ranks, f"{flags} --{technique}")
+    for name, (ranks, flags) in {"pp2 x dp2 x tp2": PP2_DP2_TP2, "dp2 x cp2": DP2_CP2}.items()
+    for technique in ("ac op", "ac full", "loss-chunks 2")
+}
+COMPILED = {
+    f"{name}, compiled{ac}": accumulated(ranks, f"{flags} --compile{ac}")
+    for name, ranks, flags, recomputing in (
+        ("1", 1, "", (" --ac op", " --ac full")),
+        ("dp2", 2, "--dp-shard 2", ()),
+        ("tp2", 2, "--tp 2", (" --ac op", " --ac full")),
+        ("cp2", 2, "--cp 2", ()),
+        ("pp2", 2, "--pp 2", ()),
+        ("dp2 x tp2", 4, "--dp-shard 2 --tp 2", ()),
+    )
+    for ac in ("", *recomputing)
+}
+FLOAT32 = {f"{name}, float32": MESHES[name] for name in ("dp2", "tp2", "cp2")}
+TIED = {f"{name}, tied embeddings": MESHES[name] for name in ("dp2", "tp2")}
+LAUNCHES = [  # (dtype, flags that the one process has as well, cases of one world size)
+    (dtype, common, {name: case for name, case in cases.items() if case[0] == world_size})
+    for dtype, common, cases in (
+        ("fp64", "", MESHES | VARIATIONS | COMPILED),
+        ("fp32", "", FLOAT32),
+        ("fp64", "--set tied_embeddings=true", TIED),
+    )
+    for world_size in sorted({ranks for ranks, _ in cases.values()})
+]
+
+
+@functools.cache
+def run_launch(i):
+    """{case: errors against one process} of LAUNCHES[i]; what stopped it, if anything, once."""
+    dtype, common, cases = LAUNCHES[i]
+    with pytest.MonkeyPatch.context() as patch:  # inductor is slow, and has a test of its own
+        compile_quickly = functools.partial(parallel.apply_compile, backend="aot_eager")
+        patch.setattr(parallel, "apply_compile", compile_quickly)
+        try:
+            return parity.run_matrix(cases, dtype=dtype, steps=2, common=common)
+        except AssertionError as error:
+            return error
+
+
+@pytest.mark.parametrize(
+    ("i", "name"),
+    [pytest.param(i, name, id=name) for i, launch in enumerate(LAUNCHES) for name in launch[2]],
+)
+def test_every_mesh_trains_as_one_process(i, name):
+    errors = run_launch(i)
+    if isinstance(errors, AssertionError):
+        raise errors
+    assert parity.is_equal(errors[name], LAUNCHES[i][0]), errors[name]
+
+
+@pytest.mark.soak
+def test_the_full_product_trains_as_one_process():
+    table = parity.run_matrix(parity.all_cases(8), dtype="fp64", steps=5, timeout_s=3600)
+    assert [name for name, e in table.items() if not parity.is_equal(e, "fp64")] == []
+
+
+def test_gradients_summed_in_float32_of_a_float64_model_are_off_by_float32_rounding():
+    cases = {"dp2": accumulated(2, "--dp-shard 2 --reduce-dtype fp32")}
+    grads = parity.run_matrix(cases, dtype="fp64", steps=1)["dp2"]["grads"]
+    # each half and the sum are rounded by 2^-24 = 6e-8; halves that cancel may double that or more
+    assert 1e-9 < grads < 1e-6
+
+
+def test_bf16_gradients_of_two_ranks_are_those_of_one_process_within_bf16_rounding():
+    cases = {"dp2": MESHES["dp2"]}
+    error = parity.run_matrix(cases, dtype="fp32", steps=1, common="--param-dtype bf16")["dp2"]
+    assert error["weights 0"]
+    # a gradient is rounded to bf16 (2^-9) once on one process, on two ranks each half is: against
+    # their sum at most 2^-9 (1 + sqrt 2) while halves have no more than its norm / sqrt 2 each, and
+    # about as much again where they partly cancel. Averaging instead of adding is an error of 1/2
+    assert 0 < error["grads"] < 4 * 2**-9
+    assert max(error["loss"], error["norm"]) < 2**-9
+
+
+def run_in_bf16():
+    """One AdamW step of one process; the dtypes of everything on the way."""
+    args, job, inputs, labels = build_job("--param-dtype bf16 --optimizer adamw")
+    seen = {}
+    block = job.parts[0].layers["3"]
+    block.attention.wq.register_forward_hook(
+        lambda wq, x, y: seen.update(weight=wq.weight.dtype, input=x[0].dtype, output=y.dtype)
+    )
+    block.register_forward_hook(lambda block, x, y: seen.update(rope=x[1].dtype, residual=y.dtype))
+    train.forward_backward(job, inputs, labels, divisor_of(labels))
+    master = block.attention.wq.weight
+    seen |= {"master": master.dtype, "gradient": master.grad.dtype}
+    job.optimizer.step()
+    state = job.optimizer.state[master]
+    return seen | {name: state[name].dtype for name in ("exp_avg", "exp_avg_sq")}
+
+
+def test_one_process_computes_in_bf16_and_keeps_weights_gradients_and_moments_in_float32():
+    seen = run_ranks(1, run_in_bf16)[0]
+    computing = {name: seen.pop(name) for name in ("weight", "input", "output", "residual")}
+    assert set(computing.values()) == {torch.bfloat16}, computing
+    assert len(seen) == 5 and set(seen.values()) == {torch.float32}, seen
+
+
+# ---- What a rank holds and sends: one launch of many measurements ------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """Counts (name, elements of the whole tensor) of what is sent, below DTensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        result = function(*args, **(kwargs or {}))
+        name = function.__name__.split(".")[0].strip("_")
+        if function.namespace in ("c10d", "_c10d_functional") and "wait" not in name:
+            if name != "wrap_tensor_autograd":
+                name = {"allgather_base": "fsdp_gather", "reduce_scatter_base": "fsdp_scatter"}.get(
+                    name, name
+                )
+                tensors = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
+                self.counts[name, max(t.numel() for t in tensors)] += 1
+        return result
+
+    def taken(self):
+        counts, self.counts = dict(self.counts), Counter()
+        return counts
+
+
+def build_job(flags):
+    """The program's own job on this rank, and one batch of its data rank."""
+    args = train.parse_args(f"{parity.BASE} {flags}".split())
+    config = train.resolve_args(args, dist.get_world_size())
+    train.check_args(args, config, dist.get_world_size())
+    job = train.build(args, config, torch.device("cpu"))
+    batch = parity.make_batches(1, n_sequences=8, seq_len=T, vocab_size=config.vocab_size)[0]
+    n, rank = job.mesh["data"].size(), job.mesh["data"].get_local_rank()
+    inputs, labels = (whole.chunk(n)[rank][:, job.positions] for whole in batch)
+    return args, job, inputs, labels
+
+
+def divisor_of(labels):
+    return (labels != -100).sum()
+
+
+def held_bytes(tensors):
+    storages = {id(s): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+    return sum(storages.values())
+
+
+def live_tensors():
+    """All tensors of this process that have memory, DTensors by what they wrap."""
+    found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+    return [t for t in found if t.device.type == "cpu"]
+
+
+def is_freed(part):
+    """Which FSDP units hold only their shard at the end of the forward pass."""
+    names = {"tok_embeddings": part.tok_embeddings, "norm": part.norm, "output": part.output}
+    weights = {name: module.weight for name, module in names.items() if module is not None}
+    weights |= {number: block.attention.wq.weight for number, block in part.layers.items()}
+    return {name: isinstance(weight, DTensor) for name, weight in weights.items()}
+
+
+def measure(flags):
+    """One forward, loss, backward and clipping on this rank: shapes, collectives, what is freed."""
+    args, job, inputs, labels = build_job(flags)
+    part = job.parts[0]
+    found = {"activations": {}, "freed": None, "rope": part.rope}
+    for name, module in (("tok_embeddings", part.tok_embeddings), *part.layers.items()):
+        if module is not None:
+            module.register_forward_hook(
+                lambda m, x, y, name=name: found["activations"].update({name: tuple(y.shape)})
+            )
+    part.register_forward_hook(lambda part, x, y: found.update(freed=is_freed(part), logits=y))
+    found["shapes"] = {
+        name: tuple(parallel.local_tensor(parameter).shape)
+        for name, parameter in parallel.named_weights(part)
+    }
+    with Collectives() as sent, loss_parallel() if job.loss_parallel else nullcontext():
+        if job.schedule:
+            train.forward_backward(job, inputs, labels, divisor_of(labels))  # opens connections
+            sent.taken()
+            train.forward_backward(job, inputs, labels, divisor_of(labels))
+            found["step"] = sent.taken()
+        else:
+            output = part(inputs)
+            found["forward"] = sent.taken()
+            loss = job.loss_fn(output, labels, divisor_of(labels))
+            found["loss"] = sent.taken()
+            loss.backward()
+            found["backward"] = sent.taken()
+        parallel.clip_grad_norm(list(part.parameters()), 1.0, job.mesh["pp"])
+        found["clip"] = sent.taken()
+    logits = found.pop("logits")
+    is_split = isinstance(logits, DTensor)
+    placements = [str(p) for p in logits.placements] if is_split else None
+    found["logits"] = placements, tuple(parallel.local_tensor(logits).shape)
+    return found
+
+
+def measure_all(cases):
+    return [measure(flags) for flags in cases]
+
+
+CASES = {
+    2: [
+        accumulated(2, flags)[1]
+        for flags in (
+            "--tp 2",
+            "--tp 2 --no-loss-parallel",
+            "--tp 2 --ac op",
+            "--tp 2 --ac full",
+            "--cp 2",
+            "--cp 2 --ac op",
+            "--dp-shard 2",
+            "--dp-shard 2 --reshard always",
+            "--dp-shard 2 --reshard never",
+            "--dp-replicate 2",
+            "--pp 2",
+        )
+    ],
+    4: [
+        accumulated(4, flags)[1]
+        for flags in (
+            "--dp-replicate 2 --dp-shard 2",
+            "--dp-shard 2 --tp 2",
+            "--pp 2 --dp-shard 2",
+            "--pp 2 --dp-shard 2 --reshard always",
+        )
+    ],
+}
+
+
+@functools.cache
+def measured(world_size):
+    """{flags: [what rank 0 measured, rank 1, ...]}"""
+    results = run_ranks(world_size, measure_all, CASES[world_size])
+    return dict(zip(CASES[world_size], zip(*results, strict=True), strict=True))
+
+
+def on_ranks(world_size, flags):
+    return measured(world_size)[accumulated(world_size, flags)[1]]
+
+
+# ---- 1. The mesh -------------------------------------------------------------------------------
+
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+JOINED = {
+    "hsdp": ("dp_replicate", "dp_shard", "cp"),
+    "fsdp": ("dp_shard", "cp"),
+    "data": ("dp_replicate", "dp_shard"),
+}
+
+
+def list_groups(cubes):
+    """[{axis: this rank's group}] of several meshes."""
+    found = []
+    for degrees in cubes:
+        mesh = parallel.build_mesh("cpu", **dict(zip(DEGREES, degrees, strict=True)))
+        found.append({axis: sorted(piece.mesh.flatten().tolist()) for axis, piece in mesh.items()})
+        assert mesh["hsdp"].mesh_dim_names == ("dp_replicate", "fsdp")
+        for axis in mesh.keys() - {"hsdp"}:
+            group = dist.get_process_group_ranks(mesh[axis].get_group())
+            assert sorted(group) == found[-1][axis], axis
+    return found
+
+
+def groups_of(degrees, axes):
+    """Ranks that differ only in the given axes, from the rank's digits in mixed radix."""
+    cube = torch.arange(8).view(degrees)
+    kept = [DEGREES.index(axis) for axis in axes]
+    others = [dim for dim in range(5) if dim not in kept]
+    n = torch.tensor([degrees[dim] for dim in kept]).prod().item()
+    return sorted(cube.permute(*others, *kept).reshape(-1, n).sort().values.tolist())
+
+
+def test_the_groups_of_every_axis_are_those_of_the_headers_picture():
+    pictured, others = (2, 1, 2, 1, 2), [(1, 2, 2, 2, 1), (2, 2, 1, 2, 1), (1, 1, 2, 2, 2)]
+    per_rank = run_ranks(8, list_groups, [pictured, *others])
+    for i, degrees in enumerate([pictured, *others]):
+        axes = {axis: (axis,) for axis in ("pp", "dp_replicate", "cp", "tp")} | JOINED
+        for axis, members in axes.items():
+            groups = [groups[i][axis] for groups in per_rank]
+            assert all(rank in group for rank, group in enumerate(groups))
+            unique = sorted(map(list, set(map(tuple, groups))))
+            assert unique == groups_of(degrees, members), (degrees, axis)
+    drawn = dict(re.findall(r"(\w+) +groups +([\d ]+)", parallel.__doc__))
+    drawn = {axis: sorted([*map(int, g)] for g in text.split()) for axis, text in drawn.items()}
+    assert drawn == {axis: groups_of(pictured, (axis,)) for axis in ("tp", "dp_shard", "pp")}
+
+
+# ---- 2. Tensor, sequence and loss parallelism --------------------------------------------------
+
+
+def test_under_tp_activations_between_blocks_are_split_over_the_sequence():
+    for rank in on_ranks(2, "--tp 2"):
+        assert rank["activations"] == {
+            name: (B, T // 2, D) for name in ("tok_embeddings", *map(str, range(L)))
+        }
+
+
+def test_under_tp_a_rank_holds_half_the_rows_or_columns_of_every_matrix():
+    rows = {"wq": H * DH, "wk": K * DH, "wv": K * DH, "w1": F, "w3": F}
+    expected = {name: (n // 2, D) for name, n in rows.items()}
+    expected |= {"wo": (D, H * DH // 2), "w2": (D, F // 2)}
+    expected |= dict.fromkeys(("attention_norm", "ffn_norm", "norm"), (D,))
+    for rank, found in enumerate(on_ranks(2, "--tp 2")):
+        expected |= dict.fromkeys(("tok_embeddings", "output"), ((34, 33)[rank], D))  # of 67
+        for name, shape in found["shapes"].items():
+            assert shape == expected[name.split(".")[-2]], name
+        assert len(found["shapes"]) == 9 * L + 3
+
+
+def test_logits_are_split_over_the_vocabulary_or_gathered():
+    for rank, found in enumerate(on_ranks(2, "--tp 2")):
+        assert found["logits"] == (["S(2)"], (B, T, (34, 33)[rank]))
+    for found in on_ranks(2, "--tp 2 --no-loss-parallel"):
+        assert found["logits"] == (None, (B, T, V))
+
+
+def gathers_and_scatters(n_gathers, n_scatters, numel):
+    return {
+        ("all_gather_into_tensor", numel): n_gathers,
+        ("reduce_scatter_tensor", numel): n_scatters,
+    }
+
+
+def test_tp_sends_two_gathers_and_two_scatters_per_block_and_direction():
+    activation = B * T * D
+    once = gathers_and_scatters(2 * L + 1, 2 * L + 1, activation)  # + before output, + embedding
+    norms = {("all_reduce", D): 2 * L + 1}  # gradients of weights that saw half the sequence
+    found = on_ranks(2, "--tp 2")[0]
+    assert found["forward"] == once
+    assert found["backward"] == once | norms
+    assert found["loss"] == {("all_reduce", B * T): 3}  # maximum, sum of exp, label's logit
+    gathered = on_ranks(2, "--tp 2 --no-loss-parallel")[0]
+    padded = B * T * 2 * 34  # 67 logits from 34 and 33
+    assert gathered["forward"] == once | {("all_gather_into_tensor", padded): 1}
+    assert gathered["loss"] == {}
+    assert gathered["backward"] == once | norms
+
+
+def test_recomputing_a_block_repeats_its_gathers_and_full_one_scatter_too():
+    again = {("all_reduce", D): 2 * L + 1}
+    for ac, n_gathers, n_scatters in (("op", 2, 0), ("full", 2, 1)):
+        once = gathers_and_scatters((2 + n_gathers) * L + 1, (2 + n_scatters) * L + 1, B * T * D)
+        assert on_ranks(2, f"--tp 2 --ac {ac}")[0]["backward"] == once | again
+
+
+# ---- 3. Context parallelism --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seq_len", "cp"), [(8, 1), (8, 2), (24, 2), (24, 3), (32, 4), (64, 8)])
+def test_cp_positions_divide_tokens_and_causal_work_evenly(seq_len, cp):
+    held = [parallel.cp_positions(seq_len, cp=cp, cp_rank=rank).tolist() for rank in range(cp)]
+    assert sorted(sum(held, [])) == list(range(seq_len))
+    # a query at position i meets i + 1 keys
+    assert {sum(positions) for positions in held} == {seq_len * (seq_len - 1) // 2 // cp}
+    assert all(positions == sorted(positions) for positions in held)
+
+
+def plain_attention(q, k, v):
+    """softmax(q k^T / sqrt(Dh)) v, each key and value head repeated for its group of queries."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    future = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+
+
+def attend_on_ranks(shapes):
+    """Worst errors of outputs and of the gradients of q, k, v against plain attention."""
+    cp, rank = dist.get_world_size(), dist.get_rank()
+    mesh = parallel.build_mesh("cpu", pp=1, dp_replicate=1, dp_shard=1, cp=cp, tp=1)
+    errors = []
+    for n_heads, n_kv_heads, seq_len in shapes:
+        generator = torch.Generator().manual_seed(seq_len)
+        whole = [
+            torch.randn(2, n, seq_len, 6, generator=generator, dtype=torch.float64)
+            for n in (n_heads, n_kv_heads, n_kv_heads, n_heads)
+        ]
+        positions = parallel.cp_positions(seq_len, cp=cp, cp_rank=rank)
+        mine = [x[:, :, positions].requires_grad_() for x in whole]
+        output = parallel.ContextParallelAttention(mesh["cp"], seq_len)(*mine[:3])
+        (output * mine[3]).sum().backward()
+        leaves = [x.clone().requires_grad_() for x in whole]
+        expected = plain_attention(*leaves[:3])
+        (expected * leaves[3]).sum().backward()
+        pairs = [(output, expected), *((m.grad, x.grad) for m, x in zip(mine, leaves, strict=True))]
+        errors.append(max((a - b[:, :, positions]).abs().max().item() for a, b in pairs))
+    return errors
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_attention_over_cp_ranks_is_plain_causal_attention(cp):
+    shapes = [(4, 4, 16), (4, 2, 16), (6, 1, 24)]  # heads, kv heads, tokens
+    for errors in run_ranks(cp, attend_on_ranks, shapes):
+        assert max(errors) < 1e-13  # numbers of size 1 in float64
+
+
+def test_under_cp_a_rank_holds_its_share_of_the_sequence_and_sends_k_and_v_once_each_way():
+    kv = 2 * B * K * T * DH
+    for flags in ("--cp 2", "--cp 2 --ac op"):
+        for found in on_ranks(2, flags):
+            names = ("tok_embeddings", *map(str, range(L)))
+            assert found["activations"] == {name: (B, T // 2, D) for name in names}
+            forward, backward = ({k: n for k, n in found[p].items() if "fsdp" not in k[0]}
+                                 for p in ("forward", "backward"))  # fmt: skip
+            again = {("all_gather_into_tensor", kv): L} if "--ac" in flags else {}
+            assert forward == {("all_gather_into_tensor", kv): L}
+            assert backward == {("reduce_scatter_tensor", kv): L} | again
+
+
+# ---- 4. Activation checkpointing ---------------------------------------------------------------
+
+LAYERS = 4
+CONFIG = llama.ModelConfig(D, LAYERS, H, K, F, vocab_size=V)
+
+
+def build_alone(mode, *, seq_len=16, dtype=torch.float32):
+    """A model of one process, without a mesh."""
+    model = llama.Transformer(CONFIG, seq_len=seq_len)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            draw = functools.partial(llama.draw_weight, config=CONFIG, seed=0, device="cpu")
+            parameter.copy_(draw(name, parameter.shape))
+    if mode != "none":
+        parallel.apply_ac(model, mode)
+    model.to(dtype)
+    model.init_rope(torch.arange(seq_len))
+    return model
+
+
+class Watch(TorchDispatchMode):
+    """Counts operators and remembers, weakly, every storage that they allocated."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts, self.made = Counter(), {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.counts[function] += 1
+        given, made = ({t.untyped_storage() for t in tree_leaves(x) if isinstance(t, torch.Tensor)}
+                       for x in ((args, kwargs), result))  # fmt: skip
+        for storage in made - given:  # not a view of what was there
+            self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def alive_bytes(self):
+        return sum(n_bytes for storage, n_bytes in self.made.values() if not storage.expired())
+
+
+def test_recomputed_matmuls_per_block_are_0_3_and_6_of_7_and_gradients_the_same_bit_for_bit():
+    tokens = torch.randint(V, (2, 16), generator=torch.Generator().manual_seed(1))
+    reference = None
+    modes = {"none": (0, 0), "op": (3, 0), "full": (6, 1), "2": (3, 0.5)}
+    for mode, (recomputed, attention) in modes.items():
+        model = build_alone(mode)
+        with Watch() as forward:
+            loss = model(tokens).square().mean()
+        with Watch() as backward:
+            loss.backward()
+        forward_mm = 7 * LAYERS + 1  # and the head's
+        assert forward.counts[aten.mm.default] == forward_mm, mode
+        # gradients of input and weight are a matmul each
+        extra = backward.counts[aten.mm.default] - 2 * forward_mm
+        assert extra == recomputed * LAYERS, mode
+        run = backward.counts[aten._scaled_dot_product_flash_attention_for_cpu.default]
+        assert run == attention * LAYERS, mode
+        grads = {name: p.grad for name, p in parallel.named_weights(model)}
+        reference = reference or grads
+        assert grads.keys() == reference.keys()
+        assert all(torch.equal(grads[name], reference[name]) for name in grads), mode
+
+
+def bytes_held(mode, dtype, n_sequences=2, seq_len=16):
+    """Bytes per token that one block keeps for its backward, its input included."""
+    model = build_alone(mode, seq_len=seq_len, dtype=dtype)
+    x = torch.randn(n_sequences, seq_len, D, dtype=dtype, requires_grad=True)
+    with Watch() as watch:
+        output = model.layers["1"](x, model.rope)
+    held = x.nbytes + watch.alive_bytes() - output.nbytes
+    return held / (n_sequences * seq_len)
+
+
+def test_a_block_holds_fewer_bytes_for_its_backward_with_op_and_fewest_with_full():
+    """Of storages that the forward made, those alive after it: SAC's cache included."""
+    kv = K * DH
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
+        held = {mode: bytes_held(mode, dtype) for mode in ("none", "op", "full")}
+        assert held["none"] > held["op"] > held["full"]
+        assert held["full"] == size * D  # its input
+        # input, wq's and w2's result and attention's | wv's | w1's | softmax's sums in float32
+        assert held["op"] == size * (4 * D + kv + F) + 4 * H
+    # twice (norm's input, normalised, times its weight), q, attention | k, v | w1, silu, w3, their
+    # product | softmax's sums and two norms' scales
+    assert bytes_held("none", torch.float32) == 4 * (8 * D + 2 * kv + 4 * F + H + 2)
+
+
+def test_every_second_block_is_chosen_by_its_global_number_on_any_stage():
+    config = llama.ModelConfig(D, L, H, K, F, vocab_size=V)
+    with torch.device("meta"):
+        whole = llama.Transformer(config, seq_len=T)
+    for n_stages in (1, 2, 3):
+        chosen = []
+        for names in pipeline.split_layers(L, n_stages):
+            stage = pipeline.cut_stage(whole, names)
+            plain_names = {name for name, _ in stage.named_parameters()}
+            parallel.apply_ac(stage, "2")
+            chosen += [n for n, b in stage.layers.items() if type(b) is not llama.TransformerBlock]
+            assert {name for name, _ in parallel.named_weights(stage)} == plain_names
+        assert chosen == ["1", "3", "5"], n_stages
+
+
+# ---- 5. Regional compile and asynchronous tensor parallelism -----------------------------------
+
+
+def count_graphs(cases):
+    """Graphs compiled so far: after each of 2 steps, of 2 evaluations, and after 1 step more."""
+    counters = torch._dynamo.utils.counters
+    tokens = SimpleNamespace(
+        n_windows=lambda seq_len: 16,
+        read=lambda start, count: torch.arange(start, start + count).remainder(V).numpy(),
+    )
+    found = []
+    for flags in cases:
+        torch._dynamo.reset()
+        counters.clear()
+        args, job, inputs, labels = build_job(f"--compile {flags}")
+        batch = {"local_batch_size": args.local_batch_size, "max_norm": 1.0}
+        graphs = []
+        for evaluates in (False, False, True, True, False):
+            if evaluates:
+                train.evaluate(job, tokens, args)
+            else:
+                train.train_step(job, inputs, labels, **batch)
+            graphs.append(counters["stats"]["unique_graphs"])
+        found.append(graphs)
+    return found
+
+
+def test_all_blocks_and_steps_share_one_graph_and_evaluations_another(monkeypatch):
+    compile_quickly = functools.partial(parallel.apply_compile, backend="aot_eager")
+    monkeypatch.setattr(parallel, "apply_compile", compile_quickly)
+    alone = ["", "--set n_layers=2", "--ac full", "--ac op"]
+    for world_size, meshes in ((1, alone), (2, ["--dp-shard 2", "--pp 2"])):
+        cases = [accumulated(world_size, flags)[1] for flags in meshes]
+        for per_rank in run_ranks(world_size, count_graphs, cases):
+            assert per_rank == [[1, 1, 2, 2, 2]] * len(cases)
+
+
+def run_inductor():
+    """Loss and gradients of one step, eager and compiled by the compiler of real runs."""
+    results = []
+    for flags in ("", "--compile"):
+        _, job, inputs, labels = build_job(f"{flags} --set n_layers=2 --local-batch-size 8")
+        loss = train.forward_backward(job, inputs, labels, divisor_of(labels))
+        results.append((loss, parity.gather_parts(job, lambda p: p.grad)))
+    (loss, grads), (compiled_loss, compiled_grads) = results
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    return abs(compiled_loss / loss - 1).item(), parity.relative_error(compiled_grads, grads)
+
+
+def test_inductor_computes_the_eager_loss_and_gradients():
+    loss_error, gradient_error = run_ranks(1, run_inductor)[0]
+    assert loss_error < 1e-5 and gradient_error < 1e-4  # float32 in another order: parity.py
+
+
+def compile_async_tp():
+    """Collectives in the graph of a block before and after the compiler's pass, as rank 0 of 4."""
+    from torch._inductor.fx_passes import post_grad
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    dist.is_nccl_available = lambda: True  # else the pass returns at once
+    overlap, seen = post_grad.micro_pipeline_tp_pass, []
+
+    def names(graph):
+        calls = [node.target for node in graph.nodes if node.op == "call_function"]
+        sending = ("_c10d_functional", "symm_mem")
+        calls = [call for call in calls if getattr(call, "namespace", None) in sending]
+        return Counter(call.__name__.split(".")[0] for call in calls)
+
+    def spy(graph):
+        before = names(graph)
+        overlap(graph)
+        seen.append((before, names(graph)))
+
+    post_grad.micro_pipeline_tp_pass = spy
+    flags = f"{parity.BASE} --tp 4 --compile --async-tp --set n_layers=1"
+    args = train.parse_args(flags.split())  # unchecked: check_args asks for CUDA
+    job = train.build(args, train.resolve_args(args, 4), torch.device("cpu"))
+    try:
+        job.parts[0](torch.zeros(2, T, dtype=torch.int64))
+    except NotImplementedError:
+        pass  # the fused operators have no CPU kernel
+    return seen
+
+
+def test_async_tp_fuses_every_collective_of_a_block_with_its_matmuls():
+    ((before, after),) = run_ranks(1, compile_async_tp)[0]
+    plain = {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "wait_tensor": 4}
+    assert before == plain
+    assert after == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
+
+
+# ---- 6. Fully sharded data parallelism ---------------------------------------------------------
+
+
+def unit_numels(degree):
+    """Elements of each FSDP unit, dim 0 of every parameter padded to a multiple of the degree."""
+    rows = -(-V // degree) * degree
+    block = 2 * D * DH * (H + K) + 3 * D * F + 2 * D
+    return {"tok_embeddings": rows * D, "block": block, "norm, output": D + rows * D}
+
+
+def fsdp_counts(n_embedding, n_block, n_head, name="fsdp_gather", shards=1):
+    numels = unit_numels(2)
+    counts = Counter()
+    for unit, n in (("tok_embeddings", n_embedding), ("block", n_block), ("norm, output", n_head)):
+        counts[name, numels[unit] // shards] += n
+    return dict(+counts)
+
+
+def test_fsdp_gathers_each_unit_once_again_if_freed_and_scatters_its_gradient_once():
+    forward, scatters = fsdp_counts(1, L, 1), fsdp_counts(1, L, 1, "fsdp_scatter")
+    regathered = {"": (1, L, 0), " --reshard always": (1, L, 1), " --reshard never": (0, 0, 0)}
+    for flags, again in regathered.items():
+        found = on_ranks(2, f"--dp-shard 2{flags}")[0]
+        assert found["forward"] == forward and found["loss"] == {}
+        assert found["backward"] == fsdp_counts(*again) | scatters
+    hsdp = on_ranks(4, "--dp-replicate 2 --dp-shard 2")[0]
+    shards = fsdp_counts(1, L, 1, "allreduce", shards=2)
+    assert hsdp["forward"] == forward
+    assert hsdp["backward"] == fsdp_counts(1, L, 0) | scatters | shards
+
+
+def test_replicas_only_reduce_whole_gradients():
+    found = on_ranks(2, "--dp-replicate 2")[0]
+    numels = Counter({("allreduce", V * D): 1, ("allreduce", V * D + D): 1})
+    numels["allreduce", unit_numels(1)["block"]] = L
+    assert found["forward"] == {} and found["backward"] == dict(numels)
+
+
+def test_a_pipeline_sends_an_activation_and_its_gradient_per_microbatch_and_nothing_else():
+    for found in on_ranks(2, "--pp 2"):
+        assert found["step"] == {("send", T * D): B, ("recv", T * D): B}
+
+
+def test_units_are_freed_after_forward_as_reshard_says():
+    ends, blocks = {"tok_embeddings": True, "norm": False, "output": False}, map(str, range(L))
+    default = ends | dict.fromkeys(blocks, True)
+    for world_size, flags, expected in (
+        (2, "--dp-shard 2", default),
+        (2, "--dp-shard 2 --reshard always", dict.fromkeys(default, True)),
+        (2, "--dp-shard 2 --reshard never", dict.fromkeys(default, False)),
+        (4, "--pp 2 --dp-shard 2", dict.fromkeys(default, False)),
+        (4, "--pp 2 --dp-shard 2 --reshard always", dict.fromkeys(default, True)),
+    ):
+        for found in on_ranks(world_size, flags):
+            assert found["freed"] == {name: expected[name] for name in found["freed"]}, flags
+            assert len(found["freed"]) == (len(default) if world_size == 2 else 1 + L // 2 + 1)
+
+
+# an odd vocabulary, and where tp need not divide it an odd ffn_dim (179)
+ODD = "--set dim=64 n_layers=5 n_heads=4 n_kv_heads=2 vocab_size=515"
+
+
+def expected_bytes(n_blocks, *, is_first, is_last, ffn_dim=179, fsdp=1, tp=1):
+    """float32 bytes of a rank's parameters by the mesh's arithmetic; under tp norms stay whole."""
+    head = 515 * 64
+    block = (2 * 64 * 16 * (4 + 2) + 3 * 64 * ffn_dim) / tp + 2 * 64
+    ends = is_first * head / tp + is_last * (head / tp + 64)
+    return 4 * (n_blocks * block + ends) / fsdp
+
+
+whole_bytes = functools.partial(expected_bytes, 5, is_first=True, is_last=True)
+STAGES = [  # 5 blocks and two ends count as 7: 4 and 3
+    expected_bytes(3, is_first=True, is_last=False),
+    expected_bytes(2, is_first=False, is_last=True),
+]
+BYTES = {  # world size -> {flags: what each rank should hold}
+    1: {"": [whole_bytes()]},
+    2: {
+        "--dp-shard 2": [whole_bytes(fsdp=2)] * 2,
+        "--cp 2": [whole_bytes(fsdp=2)] * 2,
+        "--dp-replicate 2": [whole_bytes()] * 2,
+        "--tp 2": [whole_bytes(tp=2, ffn_dim=180)] * 2,
+        "--pp 2": STAGES,
+    },
+    4: {
+        "--dp-shard 4": [whole_bytes(fsdp=4)] * 4,
+        "--dp-replicate 2 --dp-shard 2": [whole_bytes(fsdp=2)] * 4,
+        "--dp-shard 2 --tp 2": [whole_bytes(fsdp=2, tp=2, ffn_dim=180)] * 4,
+    },
+}
+
+
+def weigh_all(cases):
+    """Bytes of parameters, gradients and moments, and of all tensors that a job keeps alive."""
+    found = []
+    for flags in cases:
+        gc.collect()
+        before = held_bytes(live_tensors())
+        ffn_dim = 180 if "--tp" in flags else 179
+        _, job, inputs, labels = build_job(f"--optimizer adamw {ODD} ffn_dim={ffn_dim} {flags}")
+        train.forward_backward(job, inputs, labels, divisor_of(labels))
+        job.optimizer.step()
+        parameters = [p for part in job.parts for p in part.parameters()]
+        moments = [s[k] for s in job.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+        kinds = [parameters, [p.grad for p in parameters], moments]
+        weights = [held_bytes(map(parallel.local_tensor, tensors)) for tensors in kinds]
+        del inputs, labels
+        gc.collect()
+        found.append((*weights, held_bytes(live_tensors()) - before))
+        del job, parameters, moments, kinds
+    return found
+
+
+@pytest.mark.parametrize("world_size", BYTES)
+def test_bytes_held_per_rank_are_the_arithmetic_of_the_mesh(world_size):
+    cases = BYTES[world_size]
+    flags = [accumulated(world_size, case)[1] for case in cases]
+    for rank, found in enumerate(run_ranks(world_size, weigh_all, flags)):
+        for (case, expected), held in zip(cases.items(), found, strict=True):
+            weights, grads, moments, alive = held
+            if "--pp" in case:  # a buffer for what each microbatch's neighbour sends
+                alive -= B * T * 64 * 4
+            for n_bytes in (weights, grads, moments / 2, alive / 4):
+                assert n_bytes == pytest.approx(expected[rank], rel=0.01), (case, held)
+
+
+# ---- 7. Weights --------------------------------------------------------------------------------
+
+
+def test_after_materialise_the_rope_table_is_that_of_the_ranks_positions():
+    positions = [[*range(8), *range(24, 32)], list(range(8, 24))]  # chunks 0 and 3, 1 and 2
+    frequencies = llama.rope_frequencies(CONFIG)
+    for found, own in zip(on_ranks(2, "--cp 2"), positions, strict=True):
+        angles = torch.tensor(own, dtype=torch.float64)[:, None] * frequencies
+        torch.testing.assert_close(found["rope"], torch.stack([angles.cos(), angles.sin()]).float())
+    for found in on_ranks(2, "--tp 2"):
+        assert found["rope"].shape == (2, T, DH // 2)
+
+
+def layers_differ():
+    _, job, _, _ = build_job("--local-batch-size 8")
+    pair = [job.parts[0].layers[number].feed_forward.w1.weight for number in "01"]
+    pair = torch.stack([parallel.whole_tensor(weight).flatten() for weight in pair])
+    return torch.corrcoef(pair)[0, 1].item()
+
+
+def test_two_layers_do_not_start_alike():
+    assert abs(run_ranks(1, layers_differ)[0]) < 0.1  # of 1,536 pairs: 4 standard deviations
+
+
+# ---- 8. Gradient clipping ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "meshes"),
+    [(2, ["--tp 2", "--pp 2"]), (4, ["--pp 2 --tp 2", "--dp-replicate 2 --dp-shard 2"])],
+)
+def test_clipping_scales_by_the_norm_of_the_whole_gradient_on_every_rank(world_size, meshes):
+    lr, weight_decay, max_norm = 0.5, 0.01, 1e-3  # of parity.BASE, but a norm that always acts
+    cases = [f"{accumulated(world_size, flags)[1]} --max-norm {max_norm}" for flags in meshes]
+    results = run_ranks(world_size, parity.run_cases, cases, "fp64", 1)
+    for flags, per_rank in zip(meshes, zip(*results, strict=True), strict=True):
+        merged = parity.merge_ranks(list(per_rank))  # and asserts that all ranks gave one norm
+        (grads,), (norm,) = merged["grads"], merged["norm"]
+        assert len(grads) == 9 * L + 3  # each parameter once, norms that tp replicates too
+        expected = sum(g.square().sum() for g in grads.values()).sqrt().item()
+        assert norm == pytest.approx(expected, rel=1e-12), flags
+        assert norm > 100 * max_norm
+        for name, before in merged["weights 0"].items():
+            after = before * (1 - lr * weight_decay) - lr * max_norm / norm * grads[name]
+            # 1e-6: torch divides by norm + 1e-6
+            torch.testing.assert_close(merged["weights"][name], after, rtol=1e-12, atol=1e-9)
