@@ -11,7 +11,7 @@
                 .metadata                   DCP: which slice of which tensor lies where
                 __0_0.distcp, __1_0.distcp  one file per rank: its slices of weights and moments
                 train.json                  what else the run needs: step, sequences consumed, flags
-            step-00000200.tmp-3f9c21aa-2/   unfinished, by a save under way or one that was killed
+            step-00000200.tmp-3f9c21aa/     unfinished, by a save under way or one that was killed
             step-00000150.set-aside-1/      kept by `--resume 100`, but no longer counted
 
 A save, with training above the line and a thread below it:
@@ -21,9 +21,8 @@ A save, with training above the line and a thread below it:
                      write, fsync own file | all done: rank 0 writes .metadata, renames, prunes
 
 Staging copies the state to host memory, so the files hold step 200 although the weights move on.
-A checkpoint counts from the rename on, so whatever a kill or a full disk tears before it does no
-harm. The paper reports that not waiting for the writing cut the overhead of checkpointing Llama 3.1
-8B by 5 to 15 times (§2.3.1).
+A checkpoint counts from the rename on: what a kill or a full disk tears before it does no harm. Not
+waiting for the writing cut the overhead 5 to 15 times for Llama 3.1 8B in the paper (§2.3.1).
 
 A mesh never shows in the files. Tensors carry their global names and shapes, a DTensor knows which
 slice of one it holds, and at loading DCP reads the intersections of stored and wanted slices:
@@ -34,55 +33,41 @@ slice of one it holds, and at loading DCP reads the intersections of stored and 
         exp_avg, exp_avg_sq                     (H Dh, D)   AdamW
         step                                    ()          AdamW
 
-Hugging Face in and out is renaming alone, since model.py has its RoPE layout. Its safetensors files
-say in a header where each tensor's bytes lie: a rank maps them into memory and touches its own
-slices only, and an export appends one tensor after the other. The tool needs no model code and no
-process group: `.metadata` and train.json say all.
+Hugging Face in and out is renaming alone, since model.py has its RoPE layout; DCP reads slices of
+safetensors files as it does of its own. The tool needs no model code and no process group.
 
 Not stored: the optimizer's hyperparameters, which come from the flags of the run that resumes; RNG
 state, since after initialisation a training step draws no random number; and buffers, which are
 computed. A stranger's checkpoint cannot run code: tensors are read by torch's weights-only loader,
-and the pickle `.metadata` by an unpickler that knows a dozen harmless names. Missing and cut files
-are noticed; a bit that flips on the disk is not, since DCP verifies no checksum.
+the pickle `.metadata` by an unpickler that knows a dozen names. DCP verifies no checksum.
 
-Sources: TorchTitan (arXiv 2410.06511) §2.3.1; torch.distributed.checkpoint ("DCP"); the safetensors
-format (github.com/huggingface/safetensors).
+Sources: TorchTitan (arXiv 2410.06511) §2.3.1; torch.distributed.checkpoint ("DCP").
 """
 
 import argparse
-import dataclasses
 import fcntl
 import json
 import math
-import mmap
 import os
 import pickle
 import re
 import shutil
-import socket
 import sys
-import textwrap
-import time
+import tempfile
 import uuid
 import warnings
-from collections import Counter
-from concurrent import futures
-from contextlib import contextmanager
+from collections import Counter, defaultdict
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
 
 # ---- 1. Names in the folder --------------------------------------------------------------------
@@ -108,10 +93,7 @@ def list_checkpoints(folder) -> list[int]:
 
 
 def unpublished(folder) -> list[str]:
-    """Names of what a killed save or a killed deletion left behind: never read, worth a mention.
-
-    The next save that is published removes them: only one run at a time holds the folder's lock.
-    """
+    """What a killed save or deletion left: never read, removed after the next published save."""
     names = sorted(path.name for path in Path(folder).glob("step-*"))
     return [name for name in names if re.match(r"step-\d{8,}\.tmp-", name)]
 
@@ -138,30 +120,37 @@ def choose_step(folder, resume: str | int) -> int | None:
     return resume
 
 
-def describe_damage(folder, step, error) -> str:
-    """The error text for a published checkpoint that cannot be read."""
+def describe_refusal(folder, step, reason) -> str:
+    """The error text for a published checkpoint that this run cannot take."""
     others = [other for other in list_checkpoints(folder) if other != step]
-    way_out = f"--resume {others[-1]}" if others else "another --out to start anew"
     return (
-        f"--resume {step} conflicts with {checkpoint_path(folder, step)}, which is published but "
-        f"unreadable ({describe_error(error)}): a damaged checkpoint is never skipped silently: "
-        f"give {way_out} (other steps there: {', '.join(map(str, others)) or 'none'})"
+        f"--resume {step} conflicts with {checkpoint_path(folder, step)} ({reason}): a published "
+        "step is never skipped silently, and fits only the model and optimizer it was saved from: "
+        "give the --model, --set and --optimizer of its train.json, --resume with another step "
+        f"(there: {', '.join(map(str, others)) or 'none'}), or another --out"
     )
+
+
+def read_json(path):
+    try:
+        return json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from error
 
 
 def read_train_state(folder, step: int) -> dict:
     """What the run gave to `Checkpointer.save` beside the tensors."""
     try:
-        return json.loads((checkpoint_path(folder, step) / "train.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(describe_damage(folder, step, error)) from error
+        return read_json(checkpoint_path(folder, step) / "train.json")
+    except ValueError as error:
+        raise ValueError(describe_refusal(folder, step, error)) from error
 
 
 def set_aside_newer(folder, step: int) -> list[str]:
-    """Rename the checkpoints after `step` so that they no longer count, and return the new names.
+    """Rename the checkpoints after `step`, and return the new names. For one rank.
 
     Resuming an older step starts a new branch; the next automatic resume must not fall back to the
-    abandoned one. Nothing is deleted. For one rank, before training starts.
+    abandoned one.
     """
     names = []
     for newer in [s for s in list_checkpoints(folder) if s > step]:
@@ -176,25 +165,15 @@ def lock_folder(folder):
 
     The kernel drops it with the process, however that ends: a kill leaves no stale lock.
     """
-    folder = Path(folder)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    handle = open(Path(folder) / ".lock", "w")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = open(folder / ".lock", "a+", encoding="utf-8")
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        handle.seek(0)
         raise ValueError(
-            f"--out {folder} is in use by {handle.read().strip() or 'another run'}: two runs must "
-            "not write into one folder: wait until it ends, or give another --out"
+            f"--out {folder} is in use by another run: two must not write into one folder: wait "
+            "until it ends, or give another --out"
         ) from None
-    except OSError as error:
-        raise ValueError(
-            f"--out {folder} conflicts with the file system ({error}): a run must be able to write "
-            "into its folder and to lock it: give another --out"
-        ) from error
-    handle.truncate(0)
-    handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    handle.flush()
     return handle
 
 
@@ -204,8 +183,7 @@ def lock_folder(folder):
 def plain(tensor):
     """The tensor without a wrapping subclass (torchao's weight for float8 gathers), same memory.
 
-    As they are, wrapped weights would put torchao's classes into the files, which then only a
-    Python with torchao could read, and only by unpickling them.
+    As they are, they would be pickled as torchao's classes, for a Python with torchao only.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not hasattr(local, "__tensor_flatten__"):
@@ -213,10 +191,8 @@ def plain(tensor):
     inner = getattr(local, local.__tensor_flatten__()[0][0])  # torch's protocol for such classes
     if not isinstance(tensor, DTensor):
         return inner
-    where = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(
-        inner, *where, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    whole = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+    return DTensor.from_local(inner, tensor.device_mesh, tensor.placements, **whole)
 
 
 def build_state(model_parts, optimizer) -> dict[str, torch.Tensor]:
@@ -227,7 +203,7 @@ def build_state(model_parts, optimizer) -> dict[str, torch.Tensor]:
     """
     parts = nn.ModuleList(model_parts)  # one module, since torch maps an optimizer to one
     # canonical names, free of wrappers. This comes first: it reshards what an evaluation gathered.
-    weights = get_model_state_dict(parts)
+    weights = dcp_state.get_model_state_dict(parts)
     every_name = dict(parts.named_parameters(remove_duplicate=False)).keys()
     for name in every_name - dict(parts.named_parameters()).keys():
         del weights[name]  # the second name of a tied weight
@@ -238,8 +214,9 @@ def build_state(model_parts, optimizer) -> dict[str, torch.Tensor]:
     is_fresh = not optimizer.state
     # torch fills an empty state by a step with lr 0 and zero gradients: weights stay, but counters
     # become 1, and a bias correction that is a step ahead would go unnoticed
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    for key, value in get_optimizer_state_dict(parts, optimizer, options=options).items():
+    options = dcp_state.StateDictOptions(flatten_optimizer_state_dict=True)
+    slots = dcp_state.get_optimizer_state_dict(parts, optimizer, options=options)
+    for key, value in slots.items():
         if not key.startswith("state."):
             continue  # param_groups: hyperparameters belong to the flags
         if is_fresh and key.endswith(".step"):
@@ -325,59 +302,47 @@ class Checkpointer:
         # its own group: the thread's messages must not mix with those of training, nor need a GPU.
         # gloo's 30 minutes bound the time from the first rank's end of writing to the last one's.
         self.group = dist.new_group(backend="gloo")
-        run_id = [uuid.uuid4().hex[:8]]
-        dist.broadcast_object_list(run_id, src=0, group=self.group)
-        self.run_id, self.n_saves = run_id[0], 0  # with these all ranks agree on a temporary name
-        self.saved_step = protected_step
         self.in_flight = None  # (step, writer, function that returns when all is written)
         self.staging = None  # future
         on_gpu = torch.accelerator.is_available()
-        self.stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=on_gpu,  # on a CPU staging competes with training for the cores
-                use_non_blocking_copy=on_gpu,
-            )
-        )
+        options = StagingOptions(
+            use_pinned_memory=on_gpu, use_shared_memory=False, use_non_blocking_copy=on_gpu,
+            use_async_staging=on_gpu,  # on a CPU it would compete with training for the cores
+        )  # fmt: skip
+        self.stager = DefaultStager(options)
 
     def save(self, step: int, model_parts, optimizer, train_state: dict) -> None:
-        """Begin to save step `step`; does nothing if that step was loaded or saved last."""
-        earlier = None
+        """Begin to save step `step`, also if the save before turns out to have failed."""
         try:
             self.wait()
-        except CheckpointError as error:
-            earlier = error
-        if step != self.saved_step:
-            final = checkpoint_path(self.folder, step)
-            self.n_saves += 1
-            temporary = final.with_name(f"{final.name}.tmp-{self.run_id}-{self.n_saves}")
-            text = json.dumps(train_state, indent=1)
-            writer = PublishingWriter(temporary, final, train_state=text, retention=self.retention)
-            self.begin(step, build_state(model_parts, optimizer), writer)
-        if earlier is not None:
-            raise earlier
+        except CheckpointError:
+            self.begin(step, build_state(model_parts, optimizer), train_state)
+            raise
+        self.begin(step, build_state(model_parts, optimizer), train_state)
 
-    def begin(self, step, state, writer):
+    def begin(self, step, state, train_state):
+        unique = [uuid.uuid4().hex[:8]]  # a killed save of this step may have left its files
+        dist.broadcast_object_list(unique, src=0, group=self.group)
+        final = checkpoint_path(self.folder, step)
+        temporary = final.with_name(f"{final.name}.tmp-{unique[0]}")
+        text = json.dumps(train_state, indent=1)
+        writer = PublishingWriter(temporary, final, train_state=text, retention=self.retention)
         where = {"storage_writer": writer, "process_group": self.group}
         if self.mode == "sync":
             self.in_flight = step, writer, partial(dcp.save, state, **where)
-            self.wait()
-            return
+            return self.wait()
         if torch.accelerator.is_available():
             # staging runs on a stream of its own, which does not wait for the optimizer's kernels
             torch.accelerator.synchronize()
         response = dcp.async_save(state, async_stager=self.stager, **where)
-        if isinstance(response, futures.Future):  # staged already
-            upload = response
-        else:
-            self.staging, upload = response.staging_completion, response.upload_completion
+        self.staging = getattr(response, "staging_completion", None)  # None: staged already
+        upload = getattr(response, "upload_completion", response)
         self.in_flight = step, writer, upload.result
 
     def wait_for_staging(self) -> None:
         """Return when the state is copied: to be called before the weights may change."""
         if self.staging is not None:
-            futures.wait([self.staging])  # an error in there comes out of `wait`
+            self.staging.exception()  # waits; an error in there comes out of `wait`
             self.staging = None
 
     def wait(self) -> None:
@@ -395,7 +360,6 @@ class Checkpointer:
                 f"the save of step {step} failed ({describe_error(error)}); "
                 f"newest checkpoint in {self.folder}: {newest}"
             ) from error
-        self.saved_step = step
 
     def close(self) -> None:
         """Join the last save and free the staging memory; raises as `wait` does."""
@@ -407,73 +371,74 @@ class Checkpointer:
 
 # ---- 4. Loading --------------------------------------------------------------------------------
 
+DCP = "torch.distributed.checkpoint."
 HARMLESS = {
-    "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),  # its home in Python 3.13
-    "torch": ("Size",),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed.checkpoint.metadata": (
-        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.serialization": ("_get_layout",),
+    "torch.Size", "torch.serialization._get_layout", DCP + "filesystem._StorageInfo",
+    "pathlib.PosixPath", "pathlib._local.PosixPath",  # its home in Python 3.13
+    # not BytesStorageMetadata: DCP would unpickle the bytes of such an entry without restriction
+    DCP + "metadata.ChunkStorageMetadata", DCP + "metadata.Metadata", DCP + "metadata.StorageMeta",
+    DCP + "metadata.MetadataIndex", DCP + "metadata.TensorProperties",
+    DCP + "metadata.TensorStorageMetadata", DCP + "metadata._MEM_FORMAT_ENCODING",
 }  # fmt: skip
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """A pickle may name any function and call it; this one may name only what we write.
-
-    Not BytesStorageMetadata: DCP would unpickle the bytes of such an entry without restriction.
-    """
+    """A pickle may name any function and call it; this one may name only what we write."""
 
     def find_class(self, module, name):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in HARMLESS.get(module, ()):
+        if is_dtype or f"{module}.{name}" in HARMLESS:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
 
 
-def read_metadata(path) -> Metadata:
+def read_metadata(path):
     """DCP's table of contents: shapes, dtypes and places of all tensors."""
     with open(Path(path) / ".metadata", "rb") as file:
         return MetadataUnpickler(file).load()
 
 
-def open_checkpoint(path, prefix=""):
-    """({key: shape} of what is stored under the prefix, read(state): fills tensors by key)."""
-    metadata = read_metadata(path)
-    reader = dcp.FileSystemReader(path)
-    reader.read_metadata = lambda: metadata  # its own would unpickle anything
-    entries = metadata.state_dict_metadata.items()
-    shapes = {key: tuple(entry.size) for key, entry in entries if key.startswith(prefix)}
+def open_checkpoint(path):
+    """({key: shape} stored, read(state): fills tensors by key), of ours or a Hugging Face folder.
+
+    Costs:   each rank reads the slices it holds, one at a time in host memory.
+    """
+    if (path / "config.json").is_file():
+        reader = dcp.HuggingFaceStorageReader(path)
+        metadata = reader.read_metadata()
+    else:
+        reader = dcp.FileSystemReader(path)
+        metadata = read_metadata(path)
+    reader.read_metadata = lambda: metadata  # DCP's own would unpickle anything
+    shapes = {key: tuple(entry.size) for key, entry in metadata.state_dict_metadata.items()}
     return shapes, partial(dcp.load, storage_reader=reader)
 
 
-def fill_state(state, wanted, open_source, *, where, way_out, describe):
+def fill_state(state, wanted, find, *, ignored, describe):
     """Fill the tensors of `state` in place, or raise one ValueError on all ranks.
 
-    Args:    wanted, {key: full shape} of the whole model, the same on all ranks; open_source() ->
-             ({key: shape} stored, read(state)); where and way_out, both ends of the text about a
-             misfit; describe(error), the text about what cannot be read.
+    Args:    wanted, {key: full shape} of the whole model, the same on all ranks; find() -> folder;
+             ignored, a pattern of stored keys that need no place here; describe(reason) -> text.
     """
-    text = read = None
+    reason = None
     try:
-        stored, read = open_source()
+        stored, read = open_checkpoint(find())
         keys = [k for k in sorted(stored.keys() | wanted) if stored.get(k) != wanted.get(k)]
+        keys = [k for k in keys if k in wanted or not re.fullmatch(ignored, k)]
         if keys:
             there, here = (shapes.get(keys[0], "absent") for shapes in (stored, wanted))
-            more = f" (and {len(keys) - 1} other keys differ)" if len(keys) > 1 else ""
-            text = f"{where}: {keys[0]} is {there} there and {here} in this run{more}: {way_out}"
+            more = f", and {len(keys) - 1} other keys differ" if len(keys) > 1 else ""
+            reason = f"{keys[0]} is {there} there and {here} in this run{more}"
     except Exception as error:  # whatever a damaged file makes of the parsers
-        text = describe(error)
-    texts = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)  # a rank that cannot read must not leave the others waiting
-    if any(texts):
-        raise ValueError(next(filter(None, texts)))
-    try:
-        read(state)
-    except (Exception, CheckpointException) as error:
-        raise ValueError(describe(error)) from error
+        reason = describe_error(error)
+    reasons = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)  # one rank's trouble must not leave the others waiting
+    if not any(reasons):
+        try:
+            return read(state)
+        except (Exception, CheckpointException) as error:
+            reasons = [describe_error(error)]
+    raise ValueError(describe(next(filter(None, reasons))))
 
 
 def load_checkpoint(folder, step: int, model_parts, optimizer, *, shapes) -> None:
@@ -481,25 +446,16 @@ def load_checkpoint(folder, step: int, model_parts, optimizer, *, shapes) -> Non
 
     shapes     {parameter name: full shape} of the whole model, the same on all ranks: compared with
                what is stored before any tensor is read.
-    optimizer  may be None: then only weights are read.
     Raises:    ValueError, the same on all ranks: another model or optimizer, or unreadable files.
-    Costs:     each rank reads the stored slices that overlap its own, one at a time in host memory.
     """
-    path = checkpoint_path(folder, step)
     state = build_state(model_parts, optimizer)
     wanted = {f"model.{name}": tuple(shape) for name, shape in shapes.items()}
     for slot in {key.rsplit(".", 1)[1] for key in state if key.startswith("optimizer.")}:
         for name, shape in shapes.items():
             wanted[f"optimizer.{name}.{slot}"] = () if slot == "step" else tuple(shape)
-    fill_state(
-        state,
-        wanted,
-        partial(open_checkpoint, path, "model." if optimizer is None else ""),
-        where=f"--resume {step} ({path})",
-        way_out="a checkpoint fits only the model and optimizer it was saved from: give that run's "
-        "--model, --set and --optimizer (they are in its train.json), or another --out",
-        describe=partial(describe_damage, folder, step),
-    )
+    find = partial(checkpoint_path, folder, step)
+    describe = partial(describe_refusal, folder, step)
+    fill_state(state, wanted, find, ignored="", describe=describe)
 
 
 # ---- 5. Hugging Face's names and files ---------------------------------------------------------
@@ -515,11 +471,11 @@ HUGGINGFACE_MODULES = {
 HUGGINGFACE_FIELDS = {
     "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size", "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps", "tied_embeddings": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta",
+    "tied_embeddings": "tie_word_embeddings",
 }  # fmt: skip
-# what model.py computes and has no field for: in a folder that is read, another value is refused
+# what model.py computes and has no field for
 LLAMA = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-STRETCH = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def huggingface_name(name) -> str:
@@ -528,126 +484,52 @@ def huggingface_name(name) -> str:
     return f"{block and 'model.' + block}{HUGGINGFACE_MODULES[module]}.weight"
 
 
-def read_json(path):
-    try:
-        return json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error})") from error
-
-
-def config_from_huggingface(path) -> dict:
-    """Fields of model.py:ModelConfig, read from the config.json of a Hugging Face folder.
-
-    Raises:  ValueError if it is no Llama, or one that model.py does not compute.
-    """
-    path = Path(path) / "config.json"
-    # what transformers leaves out of the file has the defaults of its LlamaConfig
-    c = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | LLAMA | read_json(path)
-    absent = [key for key in HUGGINGFACE_FIELDS.values() if key not in c]
-    if absent:
-        raise ValueError(f"{path} has no {absent[0]}: it describes no Llama")
-    config = {ours: c[theirs] for ours, theirs in HUGGINGFACE_FIELDS.items()}
-    # transformers 5 keeps the base in the same dictionary as the stretch, 4 beside it
-    rope = {"rope_theta": c.get("rope_theta", 10000.0)} | (c.get("rope_scaling") or {})
-    rope |= c.get("rope_parameters") or {}
-    rope_type = rope.setdefault("rope_type", rope.get("type", "default"))
-    head_dim = config["dim"] // config["n_heads"]
-    expected = LLAMA | {"head_dim": head_dim} | (STRETCH if rope_type != "default" else {})
-    found = {"head_dim": head_dim} | c | rope
-    for key, value in expected.items():
-        if found.get(key, value) != value:
-            raise ValueError(f"{path}: {key} is {found[key]}, but model.py computes {value} only")
-    config |= {"rope_theta": float(rope["rope_theta"]), "rope_factor": 1.0}
-    if rope_type != "default":
-        config["rope_factor"] = float(rope["factor"])
-        config["rope_original_seq_len"] = rope["original_max_position_embeddings"]
-    return config
-
-
-def config_to_huggingface(config, *, seq_len, dtype) -> dict:
-    """config.json for the fields of a ModelConfig, spelled as transformers 4 and 5 both read it.
-
-    `max_position_embeddings` bounds what may be asked of the model: the length that the stretched
-    RoPE is made for or, if it is not stretched, that of the training sequences.
-    """
-    c = {"architectures": ["LlamaForCausalLM"], "rope_scaling": None} | LLAMA
-    c |= {theirs: config[ours] for ours, theirs in HUGGINGFACE_FIELDS.items()}
-    c |= {"rope_theta": config["rope_theta"], "max_position_embeddings": seq_len}
-    c |= {"head_dim": config["dim"] // config["n_heads"], "torch_dtype": str(dtype).split(".")[1]}
-    factor, original = config["rope_factor"], config["rope_original_seq_len"]
-    if factor != 1.0:
-        c["max_position_embeddings"] = max(seq_len, int(original * factor))
-        c["rope_scaling"] = STRETCH | {"factor": factor}
-        c["rope_scaling"]["original_max_position_embeddings"] = original
+def config_to_huggingface(config) -> dict:
+    """What config.json says of a ModelConfig; transformers 4 and 5 both read this spelling."""
+    c = LLAMA | {theirs: config[ours] for ours, theirs in HUGGINGFACE_FIELDS.items()}
+    c |= {"head_dim": config["dim"] // config["n_heads"], "rope_scaling": None}
+    if config["rope_factor"] != 1.0:
+        c["rope_scaling"] = {
+            "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "factor": config["rope_factor"],
+            "original_max_position_embeddings": config["rope_original_seq_len"],
+        }  # fmt: skip
     return c
 
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of an export
-SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-SAFETENSORS_BYTES = 5 * 10**9  # of a file, at most: where transformers cuts as well
-INDEX = "model.safetensors.index.json"  # which file holds which tensor
-
-
-def open_safetensors(folder) -> dict[str, torch.Tensor]:
-    """The tensors of a Hugging Face folder by name, mapped: the disk is read where one is used.
-
-    A file is the header's length (8 bytes, little endian), the header (JSON) and the raw tensors.
-    """
-    names = ["model.safetensors"]
-    if (folder / INDEX).exists():
-        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
-    tensors = {}
-    for name in names:
-        with open(folder / name, "rb") as file:  # a private copy, as torch wants writable memory
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        start = 8 + int.from_bytes(content[:8], "little")
-        header = json.loads(content[8:start])
-        header.pop("__metadata__", None)
-        for key, entry in header.items():
-            if entry["dtype"] not in SAFETENSORS_DTYPES:
-                raise ValueError(f"{key} in {name} is of type {entry['dtype']}, not a plain float")
-            flat = torch.frombuffer(
-                content,
-                dtype=SAFETENSORS_DTYPES[entry["dtype"]],
-                count=math.prod(entry["shape"]),
-                offset=start + entry["data_offsets"][0],
-            )
-            tensors[key] = flat.view(entry["shape"])
-    return tensors
-
-
-def write_safetensors(path, shapes, read, *, dtype):
-    """Write tensors {name: shape} into one file; read(name) gives one at a time."""
-    code = next(code for code, known in SAFETENSORS_DTYPES.items() if known == dtype)
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in shapes:
-            file.write(read(name).to(dtype).flatten().view(torch.uint8).numpy())
+def flatten_config(c) -> dict:
+    """config.json without the inner dictionary of RoPE, and with LlamaConfig's defaults."""
+    c = LLAMA | {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0} | c
+    # transformers 5 keeps the base in the same dictionary as the stretch, 4 beside it
+    rope = c.pop("rope_scaling", None) or c.pop("rope_parameters", None) or {}
+    return c | {"rope_scaling": None, "rope_type": "default", "factor": 1.0} | rope
 
 
 # ---- 6. Weights to start from ------------------------------------------------------------------
 
 
+def check_safetensors(flag):
+    if find_spec("safetensors") is None:
+        raise ValueError(
+            f"{flag} conflicts with this Python, where safetensors is not installed: it reads and "
+            "writes Hugging Face's files: run `pip install safetensors`"
+        )
+
+
 def find_checkpoint(flag, path) -> Path:
-    """The published checkpoint that PATH is, or the newest in PATH or PATH/checkpoints."""
+    """PATH if published, or the newest in PATH or PATH/checkpoints; or a Hugging Face folder."""
     path = Path(path)
+    if (path / "config.json").is_file():
+        check_safetensors(f"{flag} {path}")
+        return path
     if (path / ".metadata").is_file() and ".tmp-" not in path.name:
         return path
     for folder in (path, path / "checkpoints"):
         if steps := list_checkpoints(folder):
             return checkpoint_path(folder, steps[-1])
-    there = "there is no such folder"
-    if path.is_dir():
-        there = f"it holds {', '.join(sorted(os.listdir(path))[:4]) or 'nothing'}"
     raise ValueError(
-        f"{flag} {path} is no checkpoint ({there}): a published one is a folder step-... with "
-        ".metadata in it: give one, or the --out of a run that saved one"
+        f"{flag} {path} conflicts with what is there: no folder step-... with .metadata in it, as "
+        "published checkpoints are: give one, or the --out of a run that saved one"
     )
 
 
@@ -658,233 +540,161 @@ def check_init_from(path, config) -> Path:
              compared too: heads, RoPE, eps.
     Raises:  ValueError. Needs no process group, so a wrong folder can be told before there is one.
     """
-    folder = Path(path)
+    folder = find_checkpoint("--init-from", path)
     if (folder / "config.json").is_file():
-        there = config_from_huggingface(folder)
+        there = read_json(folder / "config.json")
     else:
-        folder = find_checkpoint("--init-from", path)
-        there = read_json(folder / "train.json").get("model", {})
-    if there.get("rope_factor") == 1.0:
-        there.pop("rope_original_seq_len", None)  # means nothing then
-    differing = {key: value for key, value in there.items() if config.get(key) != value}
+        there = config_to_huggingface(read_json(folder / "train.json")["model"])
+    here = flatten_config(config_to_huggingface(config))
+    there = {"head_dim": here["head_dim"]} | flatten_config(there)
+    differing = [key for key in here if there.get(key) != here[key]]
     if differing:
-        both = ", ".join(f"{k} is {v} there and {config.get(k)} here" for k, v in differing.items())
-        settings = " ".join(f"{key}={str(value).lower()}" for key, value in differing.items())
+        texts = (f"{key} is {there.get(key)} there and {here[key]} here" for key in differing)
         raise ValueError(
-            f"--init-from {path} conflicts with this run's model: {both}: weights mean something "
-            f"only in the model they were trained in: add --set {settings}"
+            f"--init-from {path} conflicts with this run's model: {', '.join(texts)}: weights mean "
+            "something only in the model they were trained in: give its --model and --set"
         )
     return folder
-
-
-@torch.no_grad()
-def copy_slice(target, whole):
-    """Fill this rank's part of a weight from the whole one, reading nothing else of it."""
-    if isinstance(target, DTensor):
-        (chunk,) = target.__create_chunk_list__()  # where the local tensor lies in the whole one
-        spans = zip(chunk.offsets, chunk.sizes, strict=True)
-        whole = whole[tuple(slice(start, start + size) for start, size in spans)]
-        target = target.to_local()
-    target.copy_(whole)  # bf16 -> float32, for instance
-
-
-def open_huggingface(folder, wanted):
-    """As open_checkpoint; keys are Hugging Face's names."""
-    tensors = open_safetensors(folder)
-    for key in tensors.keys() - wanted.keys():
-        # computed by model.py, and a second copy of a tied weight
-        if key.endswith("rotary_emb.inv_freq") or key == "lm_head.weight":
-            del tensors[key]
-
-    def read(state):
-        for key, tensor in state.items():
-            copy_slice(tensor, tensors[key])
-
-    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}, read
 
 
 def load_weights(path, model_parts, *, shapes) -> None:
     """Read the weights of --init-from PATH, in place, on whatever mesh this is.
 
-    path       a checkpoint, a folder of them (the newest is taken) or a Hugging Face folder.
+    path       what check_init_from accepted: that tells other models which have the same shapes.
     shapes     {parameter name: full shape} of the whole model, the same on all ranks.
     Raises:    ValueError, the same on all ranks: another model, or unreadable files.
-    Costs:     each rank reads its own slices.
     """
     is_huggingface = (Path(path) / "config.json").is_file()
     rename = huggingface_name if is_huggingface else "model.{}".format
-    wanted = {rename(name): tuple(shape) for name, shape in shapes.items()}
     state = {rename(k.removeprefix("model.")): v for k, v in build_state(model_parts, None).items()}
-
-    def open_source():
-        folder = check_init_from(path, dataclasses.asdict(model_parts[0].config))
-        if is_huggingface:
-            return open_huggingface(folder, wanted)
-        return open_checkpoint(folder, "model.")
-
-    flag = f"--init-from {path}"
-
-    def describe(error):
-        if str(error).startswith(flag):  # a refusal of check_init_from
-            return str(error)
-        return (
-            f"{flag} conflicts with its files ({describe_error(error)}): weights come from a whole "
-            "checkpoint, or the config.json and safetensors of a Llama: give another path"
-        )
-
-    way_out = "weights fit only their own model: give its --model and --set, or another path"
-    fill_state(state, wanted, open_source, where=flag, way_out=way_out, describe=describe)
+    fill_state(
+        state,
+        {rename(name): tuple(shape) for name, shape in shapes.items()},
+        partial(find_checkpoint, "--init-from", path),
+        # the second copy of a tied weight, and what model.py computes
+        ignored=r"optimizer\..+|lm_head\.weight|.+\.rotary_emb\.inv_freq",
+        describe=lambda reason: (
+            f"--init-from {path} conflicts with this run ({reason}): weights come from whole files "
+            "and fit only their own model: give its --model and --set, or another path"
+        ),
+    )
 
 
 # ---- 7. The tool -------------------------------------------------------------------------------
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of an export
+SAFETENSORS_BYTES = 5 * 10**9  # of an output file, about: where transformers cuts as well
 
-def format_bytes(n_bytes) -> str:
-    return f"{n_bytes / 2**30:,.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:,.2f} MiB"
 
-
-def print_list(out):
-    """A line per step, oldest first; what does not count is marked."""
-    folder = Path(out) / "checkpoints"
-    folder = folder if folder.is_dir() else Path(out)
-    found = [(path, re.match(r"step-(\d{8,})", path.name)) for path in folder.glob("step-*/")]
-    paths = sorted((int(match[1]), path) for path, match in found if match)
-    if not paths:
-        find_checkpoint("OUT", out)  # says what is there instead
-    published = list_checkpoints(folder)
-    for step, path in paths:
-        size = sum(file.stat().st_size for file in path.iterdir())
-        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
-        facts = read_json(path / "train.json") if (path / "train.json").is_file() else {}
-        mark = "" if path == checkpoint_path(folder, step) and step in published else (
-            "  (set aside: does not count)" if ".set-aside-" in path.name else
-            "  (unfinished or half deleted: does not count)"
-        )  # fmt: skip
-        print(f"{path.name}  {date}  {format_bytes(size)}  {facts.get('tokens', 0):,} tokens  "
-              f"--model {facts.get('flags', {}).get('model', '?')}{mark}")  # fmt: skip
+def print_list(path):
+    """A line per published step, oldest first, then what is there but does not count."""
+    folder = find_checkpoint("OUT", path).parent
+    published = [checkpoint_path(folder, step) for step in list_checkpoints(folder)]
+    for path in published:
+        mib = sum(file.stat().st_size for file in path.iterdir()) / 2**20
+        tokens = read_json(path / "train.json")["tokens"]
+        print(f"{path.name}  {mib:,.2f} MiB  {tokens:,} tokens")
+    for path in sorted(set(folder.glob("step-*")) - set(published)):
+        print(f"{path.name}  does not count: unfinished, half deleted or set aside")
 
 
 def print_contents(path):
     """The tensors of a checkpoint, those of all layers in one row, and its train.json."""
-    counts, totals = Counter(), Counter()
-    for key, entry in read_metadata(path).state_dict_metadata.items():
-        kind = re.sub(r"\.\d+\.", ".*.", key), tuple(entry.size), entry.properties.dtype
-        counts[kind] += 1
-        totals[key.split(".")[0]] += math.prod(entry.size) * kind[2].itemsize
-    print(f"{path}\nnumber  shape of each   dtype             all  key")
+    counts = Counter(
+        (re.sub(r"\.\d+\.", ".*.", key), tuple(entry.size), entry.properties.dtype)
+        for key, entry in read_metadata(path).state_dict_metadata.items()
+    )
+    print(f"{path}\nnumber  shape of each   dtype      MiB of all  key")
     for (key, shape, dtype), count in sorted(counts.items(), key=str):
-        size = format_bytes(count * math.prod(shape) * dtype.itemsize)
+        mib = count * math.prod(shape) * dtype.itemsize / 2**20
         shape = " x ".join(map(str, shape)) or "scalar"
-        print(f"{count:>6}  {shape:<14}  {str(dtype)[6:]:<8} {size:>12}  {key}")
-    print("sum: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in totals.items()))
-    for key, value in read_json(path / "train.json").items():
-        if isinstance(value, dict):
-            value = " ".join(f"{name}={item}" for name, item in value.items())
-        print(textwrap.fill(f"{key}: {value}", 100, subsequent_indent="    "))
+        print(f"{count:>6}  {shape:<14}  {str(dtype)[6:]:<8} {mib:>11,.2f}  {key}")
+    print((path / "train.json").read_text("utf-8"))
 
 
-@contextmanager
-def publish_folder(path):
-    """Give a temporary folder beside `path` that takes its name when the block has ended well."""
-    if path.exists():
-        raise ValueError(
-            f"--to {path} conflicts with what is there: an export overwrites nothing: give a new "
-            "name, or remove it"
-        )
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for written in (*temporary.iterdir(), temporary):
-            fsync_path(written)
-        temporary.rename(path)
-        fsync_path(path.parent)
-    except BaseException:
-        shutil.rmtree(temporary)
-        raise
-
-
-def export_torch(path, folder):
-    """weights.pt, for torch.load: the state dict of model.py's Transformer, all in memory once."""
-    shapes, read_state = open_checkpoint(path, "model.")
-    state = {key: torch.empty(shape) for key, shape in shapes.items()}
-    read_state(state)
-    weights = {key.removeprefix("model."): tensor for key, tensor in state.items()}
-    weights.setdefault("output.weight", weights["tok_embeddings.weight"])  # tied: stored once
-    torch.save(weights, folder / "weights.pt")
-
-
-def export_tokenizer(tokenizer, folder, *, vocab_size) -> dict:
-    """Write what transformers reads of "bytes" (nothing) or a tiktoken file, or None if unknown.
-
-    Returns: {"bos_token_id": ..., "eos_token_id": ...}, the ids that data.py gives them.
-    """
-    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+def export_tokenizer(tokenizer, folder) -> dict:
+    """Write what transformers reads of a tiktoken file; {name: id} as data.py gives them."""
     n_ranks = 256
-    if tokenizer is None:
-        print("no tokenizer written: the run's file is not here; give it by --tokenizer FILE")
-        return dict.fromkeys(["bos_token_id", "eos_token_id"])
     if tokenizer != "bytes":
+        if not Path(tokenizer).is_file():
+            print(f"no tokenizer written: {tokenizer}, which the run used, is not here")
+            return {}
         n_ranks = len(Path(tokenizer).read_bytes().split()) // 2  # lines of "base64 rank"
         shutil.copy(tokenizer, folder / "tokenizer.model")
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True} | names
+        config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
-    if n_ranks + 2 > vocab_size:
-        raise ValueError(
-            f"--tokenizer {tokenizer} has {n_ranks + 2} tokens with begin and end, but the model's "
-            f"vocab_size is {vocab_size}: every token needs a row: give the one it was trained with"
-        )
     return {"bos_token_id": n_ranks, "eos_token_id": n_ranks + 1}
 
 
-def export_huggingface(path, folder, *, dtype, tokenizer):
-    """What transformers opens as LlamaForCausalLM, one tensor in memory at a time."""
-    facts = read_json(path / "train.json")
-    flags, config = facts["flags"], facts["model"]
-    own = flags["tokenizer"]
-    if tokenizer is None and (own == "bytes" or Path(own).is_file()):
-        tokenizer = own
-    ids = export_tokenizer(tokenizer, folder, vocab_size=config["vocab_size"])
-    stored, read_state = open_checkpoint(path, "model.")
-    keys = {huggingface_name(key.removeprefix("model.")): key for key in sorted(stored)}
+def export_huggingface(folder, facts, *, shapes, read, dtype):
+    """What transformers opens as LlamaForCausalLM, one output file in memory at a time."""
+    check_safetensors("--format hf")
+    from safetensors.torch import save_file
 
-    def read(name):
-        state = {name: torch.empty(stored[keys[name]])}
-        read_state({keys[name]: state[name]})
-        return state[name]
-
-    parts, size = [{}], 0
-    for name, key in keys.items():
-        n_bytes = math.prod(stored[key]) * dtype.itemsize
-        if parts[-1] and size + n_bytes > SAFETENSORS_BYTES:
-            parts, size = [*parts, {}], 0
-        parts[-1][name], size = stored[key], size + n_bytes
-    weight_map = {}
-    for i, shapes in enumerate(parts, start=1):
+    parts, total_size, weight_map = defaultdict(list), 0, {}
+    for name in sorted(shapes):
+        parts[total_size // SAFETENSORS_BYTES].append(name)
+        total_size += math.prod(shapes[name]) * dtype.itemsize
+    for i, names in enumerate(parts.values(), start=1):
         file = f"model-{i:05d}-of-{len(parts):05d}.safetensors"
-        write_safetensors(folder / file, shapes, read, dtype=dtype)
-        weight_map |= dict.fromkeys(shapes, file)
+        weights = {huggingface_name(name): tensor for name, tensor in read(names).items()}
+        save_file(weights, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors lets nobody else read it
+        weight_map |= dict.fromkeys(weights, file)
         print(file, flush=True)
-    total_size = sum(math.prod(shape) for shape in stored.values()) * dtype.itemsize
+    model, flags = facts["model"], facts["flags"]
+    ids = export_tokenizer(flags["tokenizer"], folder)
+    config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": str(dtype).split(".")[1]}
+    config |= config_to_huggingface(model) | ids
+    stretched_len = int(model["rope_original_seq_len"] * model["rope_factor"])
+    is_stretched = model["rope_factor"] != 1.0
+    config["max_position_embeddings"] = stretched_len if is_stretched else flags["seq_len"]
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     for name, content in (
-        ("config.json", config_to_huggingface(config, seq_len=flags["seq_len"], dtype=dtype) | ids),
+        ("config.json", config),
         ("generation_config.json", ids),
-        (INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map}),
+        ("model.safetensors.index.json", index),
     ):
         (folder / name).write_text(json.dumps(content, indent=2))
 
 
-def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        description="Look into checkpoints and carry their weights out. The way in is train.py "
-        "--init-from, which reads checkpoints and Hugging Face folders as they are.",
-    )
+def export(path, to, *, kind, dtype):
+    """Write a folder that is whole once it has its name: what fails on the way leaves nothing."""
+    if to.exists():
+        raise ValueError(
+            f"--to {to} conflicts with what is there: an export overwrites nothing: give a new "
+            "name, or remove it"
+        )
+    stored, read_state = open_checkpoint(path)
+    shapes = {k.removeprefix("model."): s for k, s in stored.items() if k.startswith("model.")}
+
+    def read(names):  # whole, and rounded if need be
+        state = {f"model.{name}": torch.empty(shapes[name], dtype=dtype) for name in names}
+        read_state(state)
+        return {name: state[f"model.{name}"] for name in names}
+
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{to.name}.tmp-", dir=to.parent) as temporary:
+        folder = Path(temporary) / "new"  # only its owner may open the temporary one
+        folder.mkdir()
+        if kind == "hf":
+            facts = read_json(path / "train.json")
+            export_huggingface(folder, facts, shapes=shapes, read=read, dtype=dtype)
+        else:  # all in memory once
+            weights = read(shapes)
+            weights.setdefault("output.weight", weights["tok_embeddings.weight"])  # stored once
+            torch.save(weights, folder / "weights.pt")
+        folder.rename(to)
+    print(f"{to} holds the weights of {path}")
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("list", help="steps, sizes, tokens; marks what does not count")
+    add.add_argument("checkpoint", nargs="?", default="out", metavar="OUT", help="default: out")
     ckpt = {"metavar": "CKPT", "help": "a folder step-..., or a run's --out, for its newest"}
-    add = commands.add_parser("list", help="steps, dates, sizes; marks what does not count")
-    out = {"nargs": "?", "default": "out", "metavar": "OUT"}
-    add.add_argument("checkpoint", **out, help="a run's --out (default: out)")
     add = commands.add_parser("inspect", help="tensors, shapes, dtypes, bytes and train.json")
     add.add_argument("checkpoint", **ckpt)
     add = commands.add_parser("export", help="weights for Hugging Face, or one torch file")
@@ -892,9 +702,8 @@ def parse_args(argv=None):
     add.add_argument("--to", required=True, type=Path, help="new folder, whole once it exists")
     kinds = "hf: opens as LlamaForCausalLM (default); torch: weights.pt, a state dict of model.py"
     add.add_argument("--format", choices=("hf", "torch"), default="hf", help=kinds)
-    sizes = "of hf: fp32 as trained (default); bf16 halves the size, but rounds"
+    sizes = "fp32 as trained (default); bf16 halves the size, but rounds"
     add.add_argument("--dtype", choices=DTYPES, default="fp32", help=sizes)
-    add.add_argument("--tokenizer", help="Llama 3's tokenizer.model (default: the run's own)")
     return parser.parse_args(argv)
 
 
@@ -908,13 +717,7 @@ def main(argv=None):
             print_contents(find_checkpoint("CKPT", args.checkpoint))
         else:
             path = find_checkpoint("--from", args.checkpoint)
-            with publish_folder(args.to) as folder:
-                if args.format == "torch":
-                    export_torch(path, folder)
-                else:
-                    dtype = DTYPES[args.dtype]
-                    export_huggingface(path, folder, dtype=dtype, tokenizer=args.tokenizer)
-            print(f"{args.to} holds the weights of {path}")
+            export(path, args.to, kind=args.format, dtype=DTYPES[args.dtype])
     except ValueError as error:
         sys.exit(f"checkpoint.py: {error}")
     except (Exception, CheckpointException) as error:  # damaged files fail in many ways

@@ -57,7 +57,6 @@ from importlib.util import find_spec
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -207,7 +206,7 @@ def apply_float8(model, recipe, *, all_gather, skip, emulate, tp=1):
 
     Before:  the whole model or a pipeline stage on the meta device, nothing sharded.
     After:   same parameter names and shapes. With all_gather the weights are wrapped in a tensor
-             subclass that FSDP2 asks for the bytes to gather; see plain_weights for checkpoints.
+             subclass that FSDP2 asks for the bytes to gather.
     Returns: (names converted, {name skipped: reason}).
     Raises:  ValueError if MXFP8's CUDA kernels are missing.
     """
@@ -339,28 +338,3 @@ def precompute_float8_scales(model_parts):
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(model_parts))
-
-
-def plain_weights(state_dict):
-    """The same weights without torchao's wrapper, sharing memory: to save, or to load in place.
-
-    Saved as they are, wrapped weights put torchao's classes into the checkpoint's pickles, and only
-    a Python with torchao, willing to unpickle them, could read it.
-    """
-    return {name: unwrap(tensor) for name, tensor in state_dict.items()}
-
-
-def unwrap(tensor):
-    if not isinstance(tensor, DTensor):
-        return tensor
-    inner = getattr(tensor.to_local(), "_tensor", None)  # of WeightWithDynamicFloat8CastTensor
-    if inner is None:
-        return tensor
-    return DTensor.from_local(
-        inner,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )

@@ -140,7 +140,8 @@ def parse_args(argv=None):
     add("--float8", choices=float8.RECIPES, help="8-bit matmuls -> float8.py:apply_float8")
     add("--float8-all-gather", action="store_true",
         help="FSDP gathers 8-bit weights; tensorwise only -> float8.py:precompute_float8_scales")
-    add("--float8-filter", default="output", metavar="NAMES", help="linears to leave alone, as in "
+    add("--float8-filter", type=lambda text: [name for name in text.split(",") if name],
+        default="output", metavar="NAMES", help="linears to leave alone, as in "
         "output,layers.0,auto; auto: those too small to gain -> float8.py:skip_reason")
     add("--float8-emulate", action="store_true",
         help="the same numbers on any hardware, slowly -> float8.py:apply_float8")
@@ -421,11 +422,10 @@ def check_techniques(args):
 
 
 def check_float8(args, config):
-    skip = [entry for entry in args.float8_filter.split(",") if entry]
     float8.check_float8(
         args.float8,
         all_gather=args.float8_all_gather,
-        skip=skip,
+        skip=args.float8_filter,
         emulate=args.float8_emulate,
         compile=args.compile,
         capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
@@ -436,7 +436,7 @@ def check_float8(args, config):
         rows = args.microbatch_size if args.pp > 1 else args.local_batch_size
         float8.check_float8_fits(
             args.float8,
-            skip=skip,
+            skip=args.float8_filter,
             linear_names=[n for n, m in whole.named_modules() if isinstance(m, torch.nn.Linear)],
             n_tokens=rows * args.seq_len // args.cp,
         )
@@ -698,7 +698,7 @@ def apply_float8(args, part):
         part,
         args.float8,
         all_gather=args.float8_all_gather,
-        skip=[entry for entry in args.float8_filter.split(",") if entry],
+        skip=args.float8_filter,
         emulate=args.float8_emulate,
         tp=args.tp,
     )
@@ -745,39 +745,26 @@ def build_optimizer(args, parts):
     )
 
 
-def lr_factor_at(step, *, steps, warmup_steps, decay_steps, decay, min_ratio):
-    """Learning rate of optimizer step `step` (from 1) as a share of the peak: warmup-stable-decay.
-
-    Warmup is linear and reaches the peak at its last step; decay covers the last `decay_steps` and
-    would reach `min_ratio` one step after the last, so that no step is wasted at zero.
-    """
-    if step <= warmup_steps:
-        return step / warmup_steps
-    if step <= steps + 1 - decay_steps:
-        return 1.0
-    p = (step - (steps + 1 - decay_steps)) / decay_steps  # progress, in (0, 1)
-    shape = {
-        "linear": 1.0 - p,
-        "sqrt": 1.0 - math.sqrt(p),
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * p)),
-    }[decay]
-    return min_ratio + (1.0 - min_ratio) * shape
-
-
 def lr_at(step, args):
-    """Learning rate of step `step`; warmup and decay are cut to the steps there are."""
-    warmup_steps = min(args.warmup_steps, args.steps)
-    decay_steps = args.steps - warmup_steps
+    """Learning rate of optimizer step `step` (from 1): warmup, stable, decay.
+
+    Warmup is linear and reaches the peak at its last step; decay covers the last steps and would
+    reach its end one step after the last, so that no step is wasted at zero. Both are cut to the
+    steps there are. It depends on nothing but the flags: a run resumed with more --steps follows
+    the schedule of the longer run from there on.
+    """
+    warmup = min(args.warmup_steps, args.steps)
+    decay = args.steps - warmup
     if args.decay_ratio is not None:
-        decay_steps = min(round(args.steps * args.decay_ratio), decay_steps)
-    return args.lr * lr_factor_at(
-        step,
-        steps=args.steps,
-        warmup_steps=warmup_steps,
-        decay_steps=max(decay_steps, 1),
-        decay=args.decay,
-        min_ratio=args.min_lr_ratio,
-    )
+        decay = min(round(args.steps * args.decay_ratio), decay)
+    stable_until = args.steps + 1 - decay
+    if step <= warmup:
+        return args.lr * step / warmup
+    if step <= stable_until:
+        return args.lr
+    p = (step - stable_until) / decay  # progress, in (0, 1)
+    shape = {"linear": p, "sqrt": math.sqrt(p), "cosine": 0.5 - 0.5 * math.cos(math.pi * p)}
+    return args.lr * (1.0 - (1.0 - args.min_lr_ratio) * shape[args.decay])
 
 
 # ---- 5. One step -------------------------------------------------------------------------------
@@ -957,6 +944,7 @@ def check_finite(job, step, stats):
 
 # ---- 6. What is printed and logged -------------------------------------------------------------
 
+
 def build_profiler(args, done):
     """Context that traces the steps of --profile-steps; `step()` marks the end of a step."""
     if args.profile_steps is None:
@@ -1023,9 +1011,9 @@ class Metrics:
     def start_interval(self, step):
         self.since_step, self.since_s, self.data_s = step, time.perf_counter(), 0.0
 
-    def log(self, step, *, stats, lr, tokens, val_loss):
+    def log(self, step, *, stats, lr, tokens, now_s, val_loss):
         """Write one row; `tokens` is the number of training tokens seen so far."""
-        elapsed_s = time.perf_counter() - self.since_s
+        elapsed_s = now_s - self.since_s
         n_steps = step - self.since_step
         tokens_per_s = n_steps * self.tokens_per_step / elapsed_s
         per_device = tokens_per_s / self.world_size
@@ -1306,6 +1294,7 @@ def main(argv=None):
                         stats=read_stats(),
                         lr=lr_at(step, args),
                         tokens=sequences * args.seq_len,
+                        now_s=time.perf_counter(),  # before the evaluation, which is not counted
                         val_loss=evaluate(job, val_tokens, args) if do_eval else None,
                     )
                 if do_save:

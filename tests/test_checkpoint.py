@@ -4,8 +4,10 @@ Right values: every weight and moment is drawn from its name (`expected`), so wh
 give back is known without reading one. Comparisons are bitwise: saving and loading compute nothing.
 """
 
+import dataclasses
 import errno
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -13,6 +15,7 @@ import shutil
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,37 +24,39 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import checkpoint
+import float8
+import parallel
+import pipeline
 from model import ModelConfig, Transformer, draw_weight
 
-# odd on purpose: a norm of 6 on 4 ranks leaves one of them nothing, 257 divides by nothing
-CONFIG = ModelConfig(6, 5, 3, 3, 10, vocab_size=257)
-TIED = ModelConfig(6, 2, 3, 1, 10, vocab_size=257, tied_embeddings=True)
-# name -> (ranks, mesh): replicate x shard, or shard x tp
-MESHES = {
-    "one process": 1,
-    "two stages on one rank": 1,
-    "dp2 with checkpoint wrappers": 2,
-    "pp2": 2,
-    "dp3": 3,
-    "dp4": 4,
-    "hsdp 2x2": 4,
-    "dp2 x tp2": 4,
+# odd on purpose: a norm of 4 on 3 ranks leaves one of them nothing, 257 divides by nothing
+CONFIG = ModelConfig(4, 5, 2, 2, 6, vocab_size=257)
+TIED = ModelConfig(4, 2, 2, 2, 6, vocab_size=257, tied_embeddings=True)
+SEQ_LEN = 16
+MESHES = {  # degrees of parallel.build_mesh; stages are dealt to the pp ranks in turn
+    "one process": {},
+    "two stages on one rank": {"stages": 2},
+    "dp2": {"dp_shard": 2},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2, "stages": 2},
+    "dp3": {"dp_shard": 3},
+    "hsdp 2x2": {"dp_replicate": 2, "dp_shard": 2},
+    "dp2 x tp2": {"dp_shard": 2, "tp": 2},
+    "cp2 x dp2": {"cp": 2, "dp_shard": 2},
+    "pp2 interleaved x tp2": {"pp": 2, "tp": 2, "stages": 4},
 }
+
+
+def n_ranks(mesh_name):
+    return math.prod(degree for axis, degree in MESHES[mesh_name].items() if axis != "stages")
 
 
 def shapes_of(config):
     with torch.device("meta"):
-        model = Transformer(config, seq_len=8)
+        model = Transformer(config, seq_len=SEQ_LEN)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
@@ -64,60 +69,44 @@ def expected(name, shape, kind, seed):
     return value.square() if kind == "exp_avg_sq" else value
 
 
-def keep_layers(model, first, last):
-    """Turn a model into a pipeline stage, as pipeline.py's contract with model.py says."""
-    for i in range(CONFIG.n_layers):
-        if not first <= i <= last:
-            del model.layers[str(i)]
-    if first > 0:
-        model.tok_embeddings = None
-    if last < CONFIG.n_layers - 1:
-        model.norm = model.output = None
-    return model
-
-
-def shard(model, **settings):
-    for block in model.layers.values():
-        fully_shard(block, **settings)
-    return fully_shard(model, **settings)
-
-
-def apply_small_tp(model, mesh):
-    plan = {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
-    plan |= {"feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel()}
-    plan |= {"attention.wo": RowwiseParallel(), "feed_forward.w2": RowwiseParallel()}
-    for block in model.layers.values():
-        parallelize_module(block, mesh, plan)
-    parallelize_module(
-        model, mesh, {"output": ColwiseParallel(), "tok_embeddings": RowwiseParallel()}
-    )
-
-
-def build_parts(mesh_name, config=CONFIG):
-    """The parts of this rank, with torch's own random weights."""
-    if mesh_name == "pp2":
-        first, last = ((0, 2), (3, 4))[dist.get_rank()]
-        return [keep_layers(Transformer(config, seq_len=8), first, last)]
-    if mesh_name == "two stages on one rank":
-        stages = [(0, 1), (2, 4)]
-        return [shard(keep_layers(Transformer(config, seq_len=8), a, b)) for a, b in stages]
-    model = Transformer(config, seq_len=8)
-    if mesh_name == "dp2 with checkpoint wrappers":
-        for name, block in list(model.layers.items()):
-            model.layers[name] = checkpoint_wrapper(block)
-    if mesh_name == "one process":
-        return [model]
-    if mesh_name == "hsdp 2x2":
-        shape, axes = (2, 2), ("dp_replicate", "dp_shard")
-    elif mesh_name == "dp2 x tp2":
-        shape, axes = (2, 2), ("dp_shard", "tp")
-    else:
-        shape, axes = (dist.get_world_size(),), ("dp_shard",)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-    if "tp" in axes:
-        apply_small_tp(model, mesh["tp"])
-        mesh = mesh["dp_shard"]
-    return [shard(model, mesh=mesh)]
+def build(mesh_name, config=CONFIG, *, draw=None, recipe=None, reshard="default"):
+    """(this rank's parts, mesh), built as train.py does; the weights are zero without `draw`."""
+    settings = dict(MESHES[mesh_name])
+    n_stages = settings.pop("stages", 1)
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1} | settings
+    mesh = parallel.build_mesh("cpu", **degrees)
+    names = ["tok_embeddings", *(f"layers.{i}" for i in range(config.n_layers)), "norm", "output"]
+    parts = []
+    for stage in range(mesh["pp"].get_local_rank(), n_stages, degrees["pp"]):
+        with torch.device("meta"):
+            part = Transformer(config, seq_len=SEQ_LEN)
+        if n_stages > 1:
+            first, last = (len(names) * i // n_stages for i in (stage, stage + 1))
+            part = pipeline.cut_stage(part, names[first:last])
+        if recipe:
+            float8.apply_float8(part, recipe, all_gather=True, skip=("output",), emulate=True)
+        if degrees["tp"] > 1:
+            parallel.apply_tp(part, mesh["tp"], loss_parallel=False)
+        if mesh_name == "dp2":  # activation checkpointing, whose wrappers have names of their own
+            for name, block in list(part.layers.items()):
+                part.layers[name] = checkpoint_wrapper(block)
+        parallel.apply_fsdp(
+            part,
+            mesh,
+            param_dtype=torch.float32,
+            reduce_dtype=torch.float32,
+            reshard=reshard,
+            cpu_offload=False,
+        )
+        parallel.materialise(
+            part,
+            device="cpu",
+            weight_device="cpu",
+            draw=draw or (lambda name, shape: torch.zeros(shape)),
+            positions=torch.arange(SEQ_LEN),
+        )
+        parts.append(part)
+    return parts, mesh
 
 
 def build_optimizer(parts, **settings):
@@ -167,7 +156,7 @@ def check_holds(parts, optimizer, seed, shapes):
 
 def save_one(folder, step, *, mode="sync", mesh_name="one process", config=CONFIG, keep_latest=0):
     """Save a state whose seed is the step."""
-    parts = build_parts(mesh_name, config)
+    parts, _ = build(mesh_name, config)
     optimizer = build_optimizer(parts)
     fill(parts, optimizer, step, shapes_of(config))
     saver = checkpoint.Checkpointer(folder, mode=mode, keep_latest=keep_latest)
@@ -176,7 +165,7 @@ def save_one(folder, step, *, mode="sync", mesh_name="one process", config=CONFI
 
 
 def check_loads(folder, step, mesh_name="one process", config=CONFIG):
-    parts = build_parts(mesh_name, config)
+    parts, _ = build(mesh_name, config)
     optimizer = build_optimizer(parts)
     checkpoint.load_checkpoint(folder, step, parts, optimizer, shapes=shapes_of(config))
     return check_holds(parts, optimizer, step, shapes_of(config))
@@ -208,15 +197,17 @@ def load_meshes(folder, names, distances):
 
 
 def check_meshes(folder, distances):
-    worlds = {n: [m for m in MESHES if MESHES[m] == n] for n in sorted(set(MESHES.values()))}
+    worlds = {n: [m for m in MESHES if n_ranks(m) == n] for n in sorted(set(map(n_ranks, MESHES)))}
     for world_size, names in worlds.items():
         run_ranks(world_size, save_meshes, folder, names)
     n_tensors = 4 * len(shapes_of(CONFIG))  # weight, two moments, step
     for world_size, names in worlds.items():
         counts = run_ranks(world_size, load_meshes, folder, names, distances)
         for name in names:
-            total = sum(count[name] for count in counts) if name == "pp2" else counts[0][name]
-            assert total == n_tensors, name
+            pp = MESHES[name].get("pp", 1)
+            # pp is the outermost axis: the ranks at 0 and world / pp hold all stages between them
+            held = [counts[i * world_size // pp][name] for i in range(pp)]
+            assert sum(held) == n_tensors, name
 
 
 def test_what_is_loaded_on_another_mesh_is_bitwise_what_was_saved(tmp_path):
@@ -230,7 +221,7 @@ def test_what_is_loaded_on_any_mesh_is_bitwise_what_was_saved_on_any_other(tmp_p
 
 def train(model, optimizer, step):
     """One step on data that depend on the step alone."""
-    tokens = (torch.arange(8).reshape(1, 8) * (step + 3)) % 257
+    tokens = (torch.arange(SEQ_LEN).reshape(1, SEQ_LEN) * (step + 3)) % 257
     optimizer.zero_grad()
     model(tokens).logsumexp(-1).sum().backward()
     optimizer.step()
@@ -238,8 +229,7 @@ def train(model, optimizer, step):
 
 def check_continues(folder, fused):
     def start():
-        torch.manual_seed(0)
-        model = shard(Transformer(CONFIG, seq_len=8))
+        (model,), _ = build("dp2", draw=partial(expected, kind="weight", seed=0))
         return model, build_optimizer([model], foreach=None if fused else False, fused=fused)
 
     model, optimizer = start()
@@ -269,7 +259,7 @@ def check_tied(folder):
     metadata = checkpoint.read_metadata(checkpoint.checkpoint_path(folder, 3))
     assert "model.tok_embeddings.weight" in metadata.state_dict_metadata
     assert "model.output.weight" not in metadata.state_dict_metadata
-    model = Transformer(TIED, seq_len=8)
+    model = Transformer(TIED, seq_len=SEQ_LEN)
     optimizer = build_optimizer([model])
     checkpoint.load_checkpoint(folder, 3, [model], optimizer, shapes=shapes_of(TIED))
     check_holds([model], optimizer, 3, shapes_of(TIED))
@@ -281,7 +271,7 @@ def test_tied_embeddings_are_stored_once_and_stay_tied(tmp_path):
 
 
 def check_fresh_optimizer(folder):
-    model = Transformer(CONFIG, seq_len=8)
+    model = Transformer(CONFIG, seq_len=SEQ_LEN)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = build_optimizer([model], lr=0.5, weight_decay=0.3)
     state = checkpoint.build_state([model], optimizer)
@@ -293,43 +283,26 @@ def check_fresh_optimizer(folder):
     group = optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (0.5, 0.3)
 
-    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)  # has no state, and saving makes none
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    saver = checkpoint.Checkpointer(folder, mode="sync", keep_latest=0)
-    saver.save(4, [model], plain, {})
+    state = checkpoint.build_state([model], plain)
+    assert not any(key.startswith("optimizer.") for key in state)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    loaded = Transformer(CONFIG, seq_len=8)
-    plain = torch.optim.SGD(loaded.parameters(), lr=0.25)
-    checkpoint.load_checkpoint(folder, 4, [loaded], plain, shapes=shapes_of(CONFIG))
-    assert all(torch.equal(p, before[name]) for name, p in loaded.named_parameters())
-    assert plain.param_groups[0]["lr"] == 0.25
 
 
 def test_an_optimizer_gets_zero_state_and_keeps_its_own_hyperparameters(tmp_path):
     run_ranks(1, check_fresh_optimizer, tmp_path)
 
 
-def check_weights_only(folder):
-    save_one(folder, 3)
-    model = Transformer(CONFIG, seq_len=8)
-    checkpoint.load_checkpoint(folder, 3, [model], None, shapes=shapes_of(CONFIG))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, expected(name, parameter.shape, "weight", 3))
-
-
-def test_without_an_optimizer_only_weights_are_read(tmp_path):
-    run_ranks(1, check_weights_only, tmp_path)
-
-
 def check_after_evaluation(folder):
-    model = shard(Transformer(CONFIG, seq_len=8), reshard_after_forward=False)
-    optimizer = build_optimizer([model])
-    fill([model], optimizer, 3, shapes_of(CONFIG))
+    parts, _ = build("dp2", reshard="never")
+    optimizer = build_optimizer(parts)
+    fill(parts, optimizer, 3, shapes_of(CONFIG))
     with torch.no_grad():
-        model(torch.arange(8).reshape(1, 8))  # leaves the weights gathered
+        parts[0](torch.arange(SEQ_LEN).reshape(1, SEQ_LEN))  # leaves the weights gathered
     saver = checkpoint.Checkpointer(folder, mode="sync", keep_latest=0)
-    saver.save(3, [model], optimizer, {})
-    check_loads(folder, 3, "dp2 with checkpoint wrappers")
+    saver.save(3, parts, optimizer, {})
+    check_loads(folder, 3, "dp2")
 
 
 def test_a_save_right_after_an_evaluation_holds_the_shards(tmp_path):
@@ -340,7 +313,7 @@ def test_a_save_right_after_an_evaluation_holds_the_shards(tmp_path):
 
 
 def check_async(folder):
-    parts = build_parts("dp2 with checkpoint wrappers")
+    parts, _ = build("dp2")
     optimizer = build_optimizer(parts)
     shapes = shapes_of(CONFIG)
     release = threading.Event()
@@ -362,7 +335,7 @@ def check_async(folder):
         assert checkpoint.read_train_state(folder, step) == {"step": step, "sequences": 10 * step}
     saver.close()
     for step in (3, 6):
-        check_loads(folder, step, "dp2 with checkpoint wrappers")
+        check_loads(folder, step, "dp2")
 
 
 def test_an_async_save_holds_the_values_of_its_step(tmp_path):
@@ -370,23 +343,8 @@ def test_an_async_save_holds_the_values_of_its_step(tmp_path):
     assert checkpoint.unpublished(tmp_path) == []
 
 
-def check_same_step(folder):
-    parts = build_parts("one process")
-    optimizer = build_optimizer(parts)
-    saver = checkpoint.Checkpointer(folder, mode="sync", keep_latest=0, protected_step=2)
-    saver.save(2, parts, optimizer, {})
-    assert checkpoint.list_checkpoints(folder) == []
-    saver.save(3, parts, optimizer, {"first": True})
-    saver.save(3, parts, optimizer, {"first": False})
-    assert checkpoint.read_train_state(folder, 3) == {"first": True}
-
-
-def test_the_step_that_was_loaded_or_saved_last_is_not_saved_again(tmp_path):
-    run_ranks(1, check_same_step, tmp_path)
-
-
 def save_steps(folder, steps, keep_latest, protected_step):
-    parts = build_parts("one process")
+    parts, _ = build("one process")
     optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
     saver = checkpoint.Checkpointer(
         folder, mode="async", keep_latest=keep_latest, protected_step=protected_step
@@ -402,17 +360,14 @@ def test_retention_keeps_the_newest_and_the_protected_and_counts_only_published_
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000097").write_text("a file")
     (tmp_path / "step-00000003.tmp-dead-1").mkdir()
-    run_ranks(1, save_steps, tmp_path, [2, 4, 6, 8], 2, 1)
+    run_ranks(1, save_steps, tmp_path, [2, 4, 5], 0, 1)  # 0: keep all
+    assert checkpoint.list_checkpoints(tmp_path) == [1, 2, 4, 5]
+    run_ranks(1, save_steps, tmp_path, [6, 8], 2, 1)
     assert checkpoint.list_checkpoints(tmp_path) == [1, 6, 8]
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"step-00000001", "step-00000006", "step-00000008"} | {
         "step-00000099", "step-abc", "old-step-5", "step-00000098.set-aside-1", "step-00000097"
     }  # fmt: skip
-
-
-def test_retention_zero_keeps_all(tmp_path):
-    run_ranks(1, save_steps, tmp_path, [1, 2, 3], 0, None)
-    assert checkpoint.list_checkpoints(tmp_path) == [1, 2, 3]
 
 
 # ---- faults ------------------------------------------------------------------------------------
@@ -454,7 +409,6 @@ def test_a_kill_during_a_save_leaves_only_whole_checkpoints(tmp_path, point, sur
     process.join()
     assert flag.exists()
     assert checkpoint.list_checkpoints(folder) == [survivor]
-    assert checkpoint.choose_step(folder, "auto") == survivor
     assert len(checkpoint.unpublished(folder)) == 1
     run_ranks(1, check_loads, folder, survivor)
     run_ranks(1, save_one, folder, 15)  # and the next run clears what is left
@@ -463,7 +417,7 @@ def test_a_kill_during_a_save_leaves_only_whole_checkpoints(tmp_path, point, sur
 
 
 def check_disk_full(folder, mode):
-    parts = build_parts("dp2 with checkpoint wrappers")
+    parts, _ = build("dp2")
     optimizer = build_optimizer(parts)
     saver = checkpoint.Checkpointer(folder, mode=mode, keep_latest=1)
     write = checkpoint.PublishingWriter.write_data
@@ -480,13 +434,9 @@ def check_disk_full(folder, mode):
     saver.save(5, parts, optimizer, {})
     saver.wait()
     is_full = True
-    if mode == "sync":
-        with pytest.raises(checkpoint.CheckpointError, match="step 10 .*rank 1.*No space left"):
-            saver.save(10, parts, optimizer, {})
-    else:
-        saver.save(10, parts, optimizer, {})
-        with pytest.raises(checkpoint.CheckpointError, match="step 10 .*rank 1.*No space left"):
-            saver.wait()
+    with pytest.raises(checkpoint.CheckpointError, match="step 10 .*rank 1.*No space left"):
+        saver.save(10, parts, optimizer, {})  # "sync" raises here
+        saver.wait()
     dist.barrier()
     assert checkpoint.list_checkpoints(folder) == [5] and checkpoint.unpublished(folder) == []
     if mode == "async":  # the error comes with the next save, which is begun all the same
@@ -517,7 +467,7 @@ def test_a_full_disk_is_told_on_every_rank_and_spares_the_last_checkpoint(tmp_pa
 def check_unshared_disk(folder):
     folder = folder / f"node{dist.get_rank()}"
     with pytest.raises(checkpoint.CheckpointError, match="rank 0 cannot see __1_0.distcp"):
-        save_one(folder, 5, mesh_name="dp2 with checkpoint wrappers")
+        save_one(folder, 5, mesh_name="dp2")
     assert checkpoint.list_checkpoints(folder) == []
 
 
@@ -570,13 +520,10 @@ def test_newer_checkpoints_are_set_aside_and_not_deleted(tmp_path):
 
 def test_one_run_at_a_time_holds_a_folder(tmp_path):
     handle = checkpoint.lock_folder(tmp_path / "run")
-    with pytest.raises(ValueError, match=rf"run is in use by process {os.getpid()} on .*--out"):
+    with pytest.raises(ValueError, match=r"--out .*run is in use by another"):
         checkpoint.lock_folder(tmp_path / "run")
     handle.close()
     checkpoint.lock_folder(tmp_path / "run").close()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="--out .*file.*another --out"):
-        checkpoint.lock_folder(tmp_path / "file")
 
 
 # ---- what is refused at loading ----------------------------------------------------------------
@@ -584,12 +531,10 @@ def test_one_run_at_a_time_holds_a_folder(tmp_path):
 
 def refusal(folder, config, build_optimizer=build_optimizer):
     """The error text of loading step 5 into a model of `config`."""
-    model = Transformer(config, seq_len=8)
-    model = shard(model) if dist.get_world_size() > 1 else model
+    parts, _ = build("dp2" if dist.get_world_size() > 1 else "one process", config)
+    optimizer = build_optimizer(parts)
     with pytest.raises(ValueError) as error:
-        checkpoint.load_checkpoint(
-            folder, 5, [model], build_optimizer([model]), shapes=shapes_of(config)
-        )
+        checkpoint.load_checkpoint(folder, 5, parts, optimizer, shapes=shapes_of(config))
     return str(error.value)
 
 
@@ -597,11 +542,11 @@ def refusals(folder):
     def sgd(parts):
         return torch.optim.SGD(parts[0].parameters(), lr=0.1)
 
-    save_one(folder, 5, mesh_name="dp2 with checkpoint wrappers")
+    save_one(folder, 5, mesh_name="dp2")
     return (
-        refusal(folder, ModelConfig(6, 6, 3, 3, 10, vocab_size=257)),
-        refusal(folder, ModelConfig(6, 4, 3, 3, 10, vocab_size=257)),
-        refusal(folder, ModelConfig(6, 5, 3, 3, 10, vocab_size=300)),
+        refusal(folder, dataclasses.replace(CONFIG, n_layers=6)),
+        refusal(folder, dataclasses.replace(CONFIG, n_layers=4)),
+        refusal(folder, dataclasses.replace(CONFIG, vocab_size=300)),
         refusal(folder, CONFIG, sgd),
     )
 
@@ -611,17 +556,18 @@ def test_another_model_or_optimizer_is_refused_alike_on_every_rank(tmp_path):
     assert texts[0] == texts[1]
     missing, extra, shape, optimizer = texts[0]
     for text in texts[0]:
-        assert text.startswith("--resume 5 (") and text.endswith("or another --out")
+        assert text.startswith(f"--resume 5 conflicts with {tmp_path}")
+        assert text.endswith("or another --out")
     # a block has 9 parameters, each with a weight and three entries of the optimizer
-    assert "model.layers.5.attention.wk.weight is absent there and (6, 6) in" in missing
+    assert "model.layers.5.attention.wk.weight is absent there and (4, 4) in" in missing
     assert "and 35 other keys differ" in missing
-    assert "model.layers.4.attention.wk.weight is (6, 6) there and absent in" in extra
-    assert "model.output.weight is (257, 6) there and (300, 6) in" in shape
-    assert "optimizer.layers.0.attention.wk.weight.exp_avg is (6, 6) there and absent" in optimizer
+    assert "model.layers.4.attention.wk.weight is (4, 4) there and absent in" in extra
+    assert "model.output.weight is (257, 4) there and (300, 4) in" in shape
+    assert "optimizer.layers.0.attention.wk.weight.exp_avg is (4, 4) there and absent" in optimizer
 
 
 def check_one_blind_rank(folder):
-    save_one(folder, 5, mesh_name="dp2 with checkpoint wrappers")
+    save_one(folder, 5, mesh_name="dp2")
     if dist.get_rank() == 1:
         shutil.copytree(folder, folder.parent / "blind")
         (checkpoint.checkpoint_path(folder.parent / "blind", 5) / "__1_0.distcp").unlink()
@@ -634,7 +580,6 @@ def check_one_blind_rank(folder):
 
 def test_what_one_rank_cannot_read_stops_all_ranks(tmp_path):
     for texts in run_ranks(2, check_one_blind_rank, tmp_path / "seen"):
-        assert all("published but unreadable" in text for text in texts)
         assert all("FileNotFoundError" in text for text in texts)
 
 
@@ -644,19 +589,16 @@ class RunsCode:
 
 
 def damage(path, how):
-    if how == "data cut":
-        data = path / "__0_0.distcp"
-        os.truncate(data, data.stat().st_size // 2)
+    metadata = checkpoint.read_metadata(path)
+    cuts = {"data cut": ("__0_0.distcp", 2000), "metadata cut": (".metadata", 100)}
+    cuts["metadata empty"] = ".metadata", 0
+    if how in cuts:
+        os.truncate(path / cuts[how][0], cuts[how][1])
     elif how == "data gone":
         (path / "__0_0.distcp").unlink()
-    elif how == "metadata cut":
-        os.truncate(path / ".metadata", 100)
-    elif how == "metadata empty":
-        os.truncate(path / ".metadata", 0)
     elif how == "pickle runs code":
         (path / ".metadata").write_bytes(pickle.dumps(RunsCode()))
     else:  # DCP's own metadata, but a weight is declared to be a pickled object
-        metadata = checkpoint.read_metadata(path)
         metadata.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
@@ -682,7 +624,7 @@ def check_damage(folder, trap):
         texts[how] = refusal(folder, CONFIG)
         assert words in texts[how], texts[how]
         assert texts[how].startswith(f"--resume 5 conflicts with {path}")
-        assert "give --resume 4" in texts[how]
+        assert "--resume with another step (there: 4)" in texts[how]
     assert not trap.exists()
 
 

@@ -5,12 +5,10 @@ import math
 import pathlib
 import subprocess
 import sys
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import nn
@@ -539,35 +537,7 @@ def test_two_hundred_steps_stay_within_two_percent_of_bf16():
         assert worst < 0.02, recipe
 
 
-# ---- Checkpoints and import --------------------------------------------------------------------
-
-
-def save_one_load_other(folder, recipe_saved, recipe_loaded):
-    """Train a step, save with DCP, load into a model of the other kind; both whole, by name."""
-    mesh = build_mesh(dp=2)
-    models = []
-    for recipe in (recipe_saved, recipe_loaded):
-        model = build_sharded(recipe, all_gather=recipe is not None, mesh=mesh)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5 if recipe == recipe_saved else 0.0)
-        models.append(model)
-    saved, loaded = models
-    dcp.save(float8.plain_weights(saved.state_dict()), checkpoint_id=folder)
-    dcp.load(float8.plain_weights(loaded.state_dict()), checkpoint_id=folder)  # in place
-    return [{n: p.full_tensor().detach() for n, p in m.named_parameters()} for m in models]
-
-
-@pytest.mark.parametrize("recipes", [("tensorwise", None), (None, "tensorwise")])
-def test_a_float8_checkpoint_loads_into_bf16_and_back_and_needs_no_torchao(recipes):
-    with tempfile.TemporaryDirectory() as folder:
-        saved, loaded = run_ranks(2, save_one_load_other, folder, *recipes)[0]
-        assert list(saved) == list(loaded) == [name for name, _ in build_meta().named_parameters()]
-        for name, weight in saved.items():
-            assert torch.equal(weight, 0.5 * draw(name, weight.shape)), name
-            assert torch.equal(weight, loaded[name]), name
-        files = [path for path in pathlib.Path(folder).iterdir() if path.is_file()]
-        assert len(files) == 3 and not any(b"torchao" in path.read_bytes() for path in files)
+# ---- Import ----------------------------------------------------------------------------------
 
 
 def test_importing_is_quiet_and_needs_no_torchao():

@@ -122,6 +122,28 @@ def test_the_learning_rate_is_warmup_stable_decay():
     assert cosine[7] == pytest.approx((1 + math.cos(math.pi / 4)) / 2, abs=1e-6)
 
 
+def peak_of_a_step(n_chunks):
+    """GiB of resident memory that one step adds, with Llama's vocabulary on a tiny model."""
+    flags = "--set dim=32 n_layers=1 n_heads=2 n_kv_heads=2 ffn_dim=32 vocab_size=128256"
+    args = train.parse_args(f"{flags} --seq-len 1024 --loss-chunks {n_chunks}".split())
+    config = train.resolve_args(args, 1)
+    job = train.build(args, config, torch.device("cpu"))
+    inputs, labels = torch.randint(128256, (2, 1, 1024))
+    before = train.peak_memory_gib(job.device)
+    train.train_step(job, inputs, labels, local_batch_size=1, max_norm=1.0)
+    return train.peak_memory_gib(job.device) - before
+
+
+def test_chunks_of_the_loss_save_the_memory_of_the_logits():
+    whole, chunked = (run_ranks(1, peak_of_a_step, n)[0] for n in (1, 8))
+    logits = 1024 * 128256 * 4 / 2**30  # float32, 0.49 GiB
+    # whole: the logits, their log-softmax, saved for the backward pass, and a gradient of them; the
+    # process had some pages to spare before, so its peak grows by a little less than three copies
+    assert whole > 2.8 * logits
+    # an eighth of each at a time: 7/8 of three copies are gone, again but for those pages
+    assert whole - chunked > 0.8 * 7 / 8 * 3 * logits, (whole, chunked)
+
+
 # ---- 2. Resume ---------------------------------------------------------------------------------
 
 
