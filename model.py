@@ -32,9 +32,9 @@ Sources: Llama 3 (arXiv 2407.21783) §3.2 and table 3; RoPE (arXiv 2104.09864); 
 2305.13245); SwiGLU (arXiv 2002.05202); TorchTitan (arXiv 2410.06511) §2.1.1 and Appendix A.
 """
 
+import dataclasses
 import hashlib
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ from torch import nn
 # ---- 1. Configurations -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape of a Llama. `head_dim` is dim / n_heads; every linear is without bias."""
 
@@ -77,6 +77,39 @@ MODELS = {
 }
 
 
+def override_config(config, settings):
+    """Return the config with the fields of ["n_layers=5", "dim=64"]; ValueError if one is none."""
+    types = {field.name: field.type for field in dataclasses.fields(config)}
+    for setting in settings:
+        key, _, text = setting.partition("=")
+        if key not in types:
+            raise ValueError(f"--set {setting} names no field of the model: try {', '.join(types)}")
+        kind = types[key]
+        try:
+            value = {"true": True, "false": False}[text] if kind is bool else kind(text)
+        except (ValueError, KeyError):
+            raise ValueError(
+                f"--set {setting} is not of type {kind.__name__}, as {key} of --model is: try "
+                f"{key}={str(getattr(config, key)).lower()}"
+            ) from None
+        config = dataclasses.replace(config, **{key: value})
+    return config
+
+
+def check_config(config):
+    """Raise ValueError if the fields make no model."""
+    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+        if (value := getattr(config, name)) < 1:
+            raise ValueError(f"--set {name}={value} must be at least 1: try {name}=1")
+    for whole, part, factor in (("dim", "n_heads", 2), ("n_heads", "n_kv_heads", 1)):
+        value, unit = getattr(config, whole), getattr(config, part) * factor
+        if value % unit:
+            raise ValueError(
+                f"--set {whole}={value} conflicts with {part} {unit // factor}: {whole} must be a "
+                f"multiple of {factor} x {part} = {unit}: try {whole}={-(-value // unit) * unit}"
+            )
+
+
 def count_parameters(config):
     """Number of parameters N; tied embeddings count once."""
     attention = 2 * config.dim * config.head_dim * (config.n_heads + config.n_kv_heads)
@@ -97,6 +130,21 @@ def flops_per_token(config, seq_len):
     matmul = 6 * (count_parameters(config) - lookups)
     attention = 6 * config.n_layers * config.n_heads * 2 * config.head_dim * seq_len
     return matmul + attention
+
+
+# Dense bf16 peak of one device, TFLOPs, by a part of its name; the first match counts
+PEAK_TFLOPS = {
+    "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H200": 989, "H20": 148, "A100": 312,
+    "B200": 2250, "L40S": 362, "MI300X": 1300, "MI325X": 1300, "MI355X": 2500, "MI250X": 191.5,
+}  # fmt: skip
+
+
+def peak_tflops(device):
+    """Peak of a torch.device for MFU, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 # ---- 2. Rotary positions -----------------------------------------------------------------------

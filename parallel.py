@@ -66,7 +66,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 # ---- 1. The mesh -------------------------------------------------------------------------------
 
@@ -405,7 +409,7 @@ def materialise(model, *, device, weight_device, draw, positions):
 # ---- 8. Gradient clipping ----------------------------------------------------------------------
 
 
-def clip_grad_norm(parameters, max_norm, pp_mesh):
+def clip_grad_norm(parameters, max_norm, mesh):
     """Scale all gradients so that their global L2 norm is at most `max_norm`, in place.
 
     Returns: the norm before clipping, a 0-d tensor; no host sync.
@@ -418,9 +422,64 @@ def clip_grad_norm(parameters, max_norm, pp_mesh):
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm(grads, foreach=True)
     norm = whole_tensor(norm)
-    if pp_mesh.size() > 1:
+    if mesh["pp"].size() > 1:
         squares = norm.square()
-        dist.all_reduce(squares, group=pp_mesh.get_group())
+        dist.all_reduce(squares, group=mesh["pp"].get_group())
         norm = squares.sqrt()
+    if mesh["dp_replicate"].size() > 1:
+        # replicas have summed the same numbers, maybe in another order: one bit of difference in
+        # the factor would let their weights drift apart
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=mesh["dp_replicate"].get_group())
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
     return norm
+
+
+# ---- 9. The loss -------------------------------------------------------------------------------
+
+
+def cross_entropy(logits, labels, n_valid_tokens):
+    """Sum of -log p(label) over the labels that are not -100, divided by `n_valid_tokens`.
+
+    Shapes:  logits (B, T, V), or a DTensor split over V (loss parallel); labels (B, T) -> scalar.
+    Note:    the softmax is computed in at least float32; the copy of bf16 logits this takes is the
+             largest tensor of a step.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss_sum = nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(0, 1), reduction="sum", ignore_index=-100
+    )
+    # under loss parallelism the sum is a DTensor, but the same on every tp rank: nothing is sent
+    return whole_tensor(loss_sum) / n_valid_tokens
+
+
+def build_loss(last_part, n_chunks, tp):
+    """Return loss_fn(output, labels, n_valid_tokens), the one callable of every path.
+
+    With n_chunks > 1 the model stops at norm, and the loss calls the head on one piece of the
+    sequence after the other under checkpointing: the logits of one piece exist at a time, in the
+    backward pass too. At 8B, 8,192 tokens and 2 sequences the whole logits, their float32 copy and
+    its gradient are 8 + 2 bytes for each of 2.1e9 elements, 20 GiB.
+
+    Shapes:  output is (B, T, V) logits, or with chunks (B, T/tp, D), of which every tp rank hands
+             the head its next piece: the labels are picked accordingly.
+    Costs:   the head's forward a second time, and its collectives under tp.
+    """
+    if n_chunks == 1 or last_part.output is None:
+        return cross_entropy
+    last_part.stops_at_norm = True
+
+    def chunk_loss(hidden, labels, n_valid_tokens):
+        return cross_entropy(last_part.output(hidden), labels, n_valid_tokens)
+
+    def chunked_loss(hidden, labels, n_valid_tokens):
+        pieces = local_tensor(hidden).chunk(n_chunks, dim=1)  # (B, T/tp/n, D) each
+        labels = labels.unflatten(1, (tp, n_chunks, -1))  # (B, tp, n, T/tp/n)
+        losses = [
+            checkpoint(
+                chunk_loss, piece, labels[:, :, i].flatten(1), n_valid_tokens, use_reentrant=False
+            )
+            for i, piece in enumerate(pieces)
+        ]
+        return torch.stack(losses).sum()
+
+    return chunked_loss

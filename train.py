@@ -2,12 +2,14 @@
 
     python train.py                                  one process, CPU or one GPU
     torchrun --nproc-per-node 2 train.py             the same run on two ranks
-    torchrun --nnodes 16 --nproc-per-node 8 train.py @recipes/llama3_70b.args
+    torchrun --nnodes 32 --nproc-per-node 8 train.py @recipes/llama3_70b.args
 
-`main` is the lesson, at the bottom of this file: on the meta device the model is split over tp
-and cp and sharded by FSDP; then every rank materialises its slice of weights that do not depend
-on the mesh, an optimizer is made, a checkpoint is looked for, and the loop runs. All of it up to
-the optimizer is `build`, one optimizer step is `train_step`; tests call the same two.
+    parse_args, check_args    §1   every flag, and every rule between them, before any rank waits
+    init_distributed          §2   ranks, devices, timeouts
+    build                     §3   model -> mesh, in the order of the paper's Appendix A
+    train_step, evaluate      §4   one optimizer step, one validation: tests call these and `build`
+    Metrics                   §5   what is printed and logged
+    main                      §6   resume, the loop, the end
 
 One loss for every mesh:
 
@@ -17,9 +19,9 @@ The count is summed over the data ranks before the first backward pass, so that 
 factor afterwards: any number of ranks, accumulation steps or microbatches gives the same sum, and
 batches whose ignored labels (-100) are unevenly spread are weighted by token, not by rank.
 
-No host sync: a step only enqueues work. The loss and gradient norm of a step are copied to the host
-behind its back and looked at one step later, so a GPU never waits for Python to print. A step that
-gave NaN or Inf stops all ranks together and is never saved.
+No host sync in a step that does not log, evaluate or save: it only enqueues work. Its loss and
+gradient norm are copied to the host behind its back and looked at one step later. A step that gave
+NaN or Inf stops all ranks together and is never saved.
 
 Sources: TorchTitan (arXiv 2410.06511) §2.1, §2.3 and Appendix A; the learning rate schedule,
 warmup-stable-decay: MiniCPM (arXiv 2404.06395).
@@ -36,10 +38,12 @@ import re
 import resource
 import shlex
 import signal
+import socket
 import sys
+import threading
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -47,8 +51,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
@@ -117,7 +119,7 @@ def parse_args(argv=None):
     add("--async-tp", action="store_true",
         help="overlap tp's collectives with matmuls -> parallel.py:enable_async_tp")
     add("--loss-chunks", type=int, default=1,
-        help="compute head and loss in so many pieces of the sequence -> train.py:build_loss")
+        help="compute head and loss in so many pieces of the sequence -> parallel.py:build_loss")
     add("--param-dtype", choices=DTYPES,
         help="computes in it; if not given bf16 on GPUs, fp32 on CPUs -> parallel.py:apply_fsdp")
     add("--reduce-dtype", choices=DTYPES, default="fp32",
@@ -133,8 +135,9 @@ def parse_args(argv=None):
         help="if not given 1, or 2 where the schedule needs it -> pipeline.py:count_stages")
     add("--pp-split", metavar="NAMES", help="cut before these modules, as in layers.4,layers.8; "
         "if not given, evenly -> pipeline.py:split_at")
-    add("--pp-end-weights", type=int, nargs=2, default=[1, 1], metavar=("IN", "OUT"),
-        help="layers that embedding and head count as -> pipeline.py:split_layers")
+    add("--pp-end-weights", type=int, nargs=2, metavar=("IN", "OUT"),
+        help="layers that embedding and head count as, if not given 1 1 "
+        "-> pipeline.py:split_layers")
 
     add = parser.add_argument_group("float8").add_argument
     add("--float8", choices=float8.RECIPES, help="8-bit matmuls -> float8.py:apply_float8")
@@ -212,21 +215,7 @@ def resume_choice(text):
 
 def resolve_args(args, world_size):
     """Fill in, in place, the defaults that depend on other flags; return the ModelConfig."""
-    config = model.MODELS[args.model]
-    types = {field.name: field.type for field in dataclasses.fields(config)}
-    for setting in args.set:
-        key, _, text = setting.partition("=")
-        if key not in types:
-            raise ValueError(f"--set {setting} names no field of the model: try {', '.join(types)}")
-        kind = types[key]
-        try:
-            value = {"true": True, "false": False}[text] if kind is bool else kind(text)
-        except (ValueError, KeyError):
-            raise ValueError(
-                f"--set {setting} is not of type {kind.__name__}, as {key} of --model {args.model} "
-                f"is: try {key}={str(getattr(config, key)).lower()}"
-            ) from None
-        config = dataclasses.replace(config, **{key: value})
+    config = model.override_config(model.MODELS[args.model], args.set)
     if args.dp_shard == -1:
         others = args.pp * args.dp_replicate * args.cp * args.tp
         args.dp_shard = max(1, world_size // max(1, others))
@@ -270,7 +259,7 @@ def check_args(args, config, world_size):
         f, value = "--" + name.replace("_", "-"), getattr(args, name)
         is_share = value is None or 0 <= value <= 1
         require(is_share, f"{f} {value} must be between 0 and 1: try to leave {f} out")
-    check_model(args, config)
+    model.check_config(config)
     check_mesh(args, config, world_size)
     check_pipeline(args, config)
     check_techniques(args)
@@ -295,9 +284,17 @@ def check_args(args, config, world_size):
         "--tensorboard needs the package tensorboard, which is not installed: pip install "
         f"tensorboard, or leave it out; {args.out}/metrics.jsonl holds the same numbers",
     )
+    if args.profile_steps is not None:
+        match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", args.profile_steps)
+        require(
+            match and int(match[1]) <= int(match[2]),
+            f"--profile-steps {args.profile_steps} conflicts with its form, FIRST:LAST: try 10:12",
+        )
+    n_local = rank_from_env("LOCAL_WORLD_SIZE")
     require(
-        args.profile_steps is None or re.fullmatch(r"([1-9]\d*):([1-9]\d*)", args.profile_steps),
-        f"--profile-steps {args.profile_steps} conflicts with its form, FIRST:LAST step: try 10:12",
+        not torch.cuda.is_available() or n_local <= torch.cuda.device_count(),
+        f"--nproc-per-node {n_local} (torchrun) exceeds this host's {torch.cuda.device_count()} "
+        "GPUs: each rank needs one; start fewer, or CUDA_VISIBLE_DEVICES= torchrun to use the CPU",
     )
     require(
         not args.memory_snapshot or torch.cuda.is_available(),
@@ -310,19 +307,6 @@ def check_args(args, config, world_size):
         f"{'not writable' if existing.is_dir() else 'not a folder'}, and a run writes its "
         "checkpoints and metrics there; try another --out",
     )
-
-
-def check_model(args, config):
-    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
-        value = getattr(config, name)
-        require(value >= 1, f"--set {name}={value} must be at least 1: try {name}=1")
-    for whole, part, factor in (("dim", "n_heads", 2), ("n_heads", "n_kv_heads", 1)):
-        value, unit = getattr(config, whole), getattr(config, part) * factor
-        require(
-            value % unit == 0,
-            f'{whole} {value} of model "{args.model}" with --set {" ".join(args.set)} must be a '
-            f"multiple of {factor} x {part} = {unit}: try {whole}={nearest_multiples(value, unit)}",
-        )
 
 
 def check_mesh(args, config, world_size):
@@ -361,7 +345,7 @@ def check_mesh(args, config, world_size):
 
 def check_pipeline(args, config):
     if args.pp == 1:
-        for name in ("pp_schedule_csv", "stages_per_rank", "pp_split"):
+        for name in ("pp_schedule_csv", "stages_per_rank", "pp_split", "pp_end_weights"):
             f, value = "--" + name.replace("_", "-"), getattr(args, name)
             require(value is None, f"{f} {value} needs a pipeline, but --pp is 1: add --pp 2")
         return
@@ -382,6 +366,10 @@ def check_pipeline(args, config):
         pp=args.pp,
         n_microbatches=args.local_batch_size // args.microbatch_size,
         stages_per_rank=args.stages_per_rank,
+    )
+    require(
+        min(args.pp_end_weights or (0,)) >= 0,
+        f"--pp-end-weights {args.pp_end_weights} must not be negative: try --pp-end-weights 1 1",
     )
     n_stages = pipeline.count_stages(schedule_name(args), args.pp, args.stages_per_rank)
     stages = split_stages(args, config)
@@ -452,7 +440,7 @@ def split_stages(args, config):
     if args.pp_split:
         return pipeline.split_at(config.n_layers, args.pp_split.split(","))
     n_stages = pipeline.count_stages(schedule_name(args), args.pp, args.stages_per_rank)
-    into, out_of = args.pp_end_weights
+    into, out_of = args.pp_end_weights or (1, 1)
     return pipeline.split_layers(
         config.n_layers, n_stages, input_weight=into, output_weight=out_of
     )
@@ -479,8 +467,8 @@ def check_data(args, config, tokens, *, source, needed):
 
 
 def rank_from_env(name="RANK"):
-    """torchrun's RANK, LOCAL_RANK or WORLD_SIZE, or those of a single process."""
-    return int(os.environ.get(name, "1" if name == "WORLD_SIZE" else "0"))
+    """torchrun's RANK, LOCAL_RANK, WORLD_SIZE or LOCAL_WORLD_SIZE, or a single process's."""
+    return int(os.environ.get(name, "1" if name.endswith("SIZE") else "0"))
 
 
 def init_distributed(args):
@@ -508,18 +496,22 @@ def init_distributed(args):
     return device
 
 
-def shorten_timeouts(timeout_s):
-    """After the first step nothing takes long any more: let a hang be noticed sooner."""
+def shorten_timeouts(timeout_s, but):
+    """After the first step no collective takes long, `but` a checkpoint's: notice hangs sooner."""
     for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+        if group is not but:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def dump_flight_record():
     """Write this rank's last collectives as TORCH_FR_DUMP_TEMP_FILE says, if they are recorded."""
     prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
     if prefix and dist.is_initialized():
-        record = torch._C._distributed_c10d._dump_fr_trace(True, False, False)
-        Path(f"{prefix}{dist.get_rank()}").write_bytes(record)
+        path = Path(f"{prefix}{dist.get_rank()}")
+        recorder = torch._C._distributed_c10d
+        dump = recorder._dump_nccl_trace if torch.cuda.is_available() else recorder._dump_fr_trace
+        if not path.exists():  # NCCL's own watchdog knows more
+            path.write_bytes(dump(True, False, False))
 
 
 def dump_memory(args):
@@ -530,73 +522,26 @@ def dump_memory(args):
         torch.cuda.memory._dump_snapshot(str(folder / f"rank-{dist.get_rank()}.pickle"))
 
 
+class TrainingError(Exception):
+    """Training cannot begin or go on; every rank raises it at the same step."""
+
+
 def fail(error):
     """Print the error once per node and leave with status 1.
 
     torchrun kills all ranks as soon as one exits, so the others wait for that instead of taking the
-    message from local rank 0.
+    message from local rank 0. If nobody comes to kill them, the error was theirs alone.
     """
-    if rank_from_env("LOCAL_RANK") == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    else:
+    if rank_from_env("LOCAL_RANK") > 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(10)
+        error = f"rank {rank_from_env()}: {error}"
+    print(f"error: {error}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)  # without a goodbye to ranks that may be gone, which could hang
 
 
-# ---- 3. The loss -------------------------------------------------------------------------------
-
-
-def cross_entropy(logits, labels, n_valid_tokens):
-    """Sum of -log p(label) over the labels that are not -100, divided by `n_valid_tokens`.
-
-    Shapes:  logits (B, T, V), or a DTensor split over V (loss parallel); labels (B, T) -> scalar.
-    Note:    the softmax is computed in at least float32; the copy of bf16 logits this takes is the
-             largest tensor of a step.
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss_sum = F.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(0, 1), reduction="sum", ignore_index=-100
-    )
-    # under loss parallelism the sum is a DTensor, but the same on every tp rank: nothing is sent
-    return parallel.whole_tensor(loss_sum) / n_valid_tokens
-
-
-def build_loss(last_part, n_chunks, tp):
-    """Return loss_fn(output, labels, n_valid_tokens), the one callable of every path.
-
-    With n_chunks > 1 the model stops at norm, and the loss calls the head on one piece of the
-    sequence after the other under checkpointing: the logits of one piece exist at a time, in the
-    backward pass too. At 8B, 8,192 tokens and 2 sequences the whole logits, their float32 copy and
-    its gradient are 8 + 2 bytes for each of 2.1e9 elements, 20 GiB.
-
-    Shapes:  output is (B, T, V) logits, or with chunks (B, T/tp, D), of which every tp rank hands
-             the head its next piece: the labels are picked accordingly.
-    Costs:   the head's forward a second time, and its collectives under tp.
-    """
-    if n_chunks == 1 or last_part.output is None:
-        return cross_entropy
-    last_part.stops_at_norm = True
-
-    def chunk_loss(hidden, labels, n_valid_tokens):
-        return cross_entropy(last_part.output(hidden), labels, n_valid_tokens)
-
-    def chunked_loss(hidden, labels, n_valid_tokens):
-        pieces = parallel.local_tensor(hidden).chunk(n_chunks, dim=1)  # (B, T/tp/n, D) each
-        labels = labels.unflatten(1, (tp, n_chunks, -1))  # (B, tp, n, T/tp/n)
-        losses = [
-            torch.utils.checkpoint.checkpoint(
-                chunk_loss, piece, labels[:, :, i].flatten(1), n_valid_tokens, use_reentrant=False
-            )
-            for i, piece in enumerate(pieces)
-        ]
-        return torch.stack(losses).sum()
-
-    return chunked_loss
-
-
-# ---- 4. Building a job -------------------------------------------------------------------------
+# ---- 3. Building a job -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -637,8 +582,6 @@ def build(args, config, device):
         mine = pipeline.stages_of_rank(pp_rank, args.pp, len(stages), schedule_name(args))
         parts = [pipeline.cut_stage(whole, stages[stage]) for stage in mine]
 
-    # tp while weights are whole and their names plain; cp needs only the mesh; FSDP last, as it
-    # shards what is left of every parameter and must see the final modules
     use_loss_parallel = args.tp > 1 and not args.no_loss_parallel
     positions = parallel.cp_positions(args.seq_len, cp=args.cp, cp_rank=mesh["cp"].get_local_rank())
     weight_device = torch.device("cpu") if args.cpu_offload else device
@@ -674,7 +617,7 @@ def build(args, config, device):
         )
     if args.float8_all_gather:
         float8.precompute_float8_scales(parts)
-    loss_fn = build_loss(parts[-1], args.loss_chunks, args.tp)
+    loss_fn = parallel.build_loss(parts[-1], args.loss_chunks, args.tp)
     schedule = None
     if args.pp > 1:
         schedule = build_schedule(args, config, mesh["pp"], parts, loss_fn)
@@ -767,7 +710,7 @@ def lr_at(step, args):
     return args.lr * (1.0 - (1.0 - args.min_lr_ratio) * shape[args.decay])
 
 
-# ---- 5. One step -------------------------------------------------------------------------------
+# ---- 4. One step -------------------------------------------------------------------------------
 
 
 def count_valid_tokens(job, labels):
@@ -829,7 +772,7 @@ def train_step(job, inputs, labels, *, local_batch_size, max_norm, wants_stop=Fa
         local_loss += forward_backward(job, x, y, divisor)
     loss, n_stops = sum_over_ranks(job, local_loss, local_loss.new_full((), wants_stop))
     parameters = [parameter for part in job.parts for parameter in part.parameters()]
-    norm = parallel.clip_grad_norm(parameters, max_norm, job.mesh["pp"])
+    norm = parallel.clip_grad_norm(parameters, max_norm, job.mesh)
     job.optimizer.step()
     job.optimizer.zero_grad()
     refresh_scales(job)
@@ -860,8 +803,9 @@ def evaluate(job, tokens, args):
                 loss_sum = pipeline.evaluate(job.schedule, inputs, labels, 1)
             else:
                 loss_sum = job.loss_fn(job.parts[0](inputs), labels, 1)
+        loss_sum = loss_sum.to(sums)  # stages without the loss give a zero of another dtype
         loss_sum, _ = sum_over_ranks(job, loss_sum, torch.zeros_like(loss_sum))
-        sums += torch.stack([loss_sum, n_valid_tokens]).to(sums)
+        sums += torch.stack([loss_sum, n_valid_tokens.to(sums)])
     return (sums[0] / sums[1]).item()
 
 
@@ -911,10 +855,6 @@ def copy_to_host(stats):
     return read
 
 
-class TrainingError(Exception):
-    """Training cannot go on; every rank raises it at the same step."""
-
-
 def check_finite(job, step, stats):
     """Raise TrainingError on every rank if the step's loss or gradient norm is NaN or Inf.
 
@@ -942,7 +882,7 @@ def check_finite(job, step, stats):
     )
 
 
-# ---- 6. What is printed and logged -------------------------------------------------------------
+# ---- 5. What is printed and logged -------------------------------------------------------------
 
 
 def build_profiler(args, done):
@@ -960,20 +900,6 @@ def build_profiler(args, done):
             str(folder / f"rank-{dist.get_rank()}.json")
         ),
     )
-
-
-# Dense bf16 peak of one device, TFLOPs, by a part of its name; the first match counts
-PEAK_TFLOPS = {
-    "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H200": 989, "H20": 148, "A100": 312,
-    "B200": 2250, "L40S": 362, "MI300X": 1300, "MI325X": 1300, "MI355X": 2500, "MI250X": 191.5,
-}  # fmt: skip
-
-
-def peak_tflops(device):
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def peak_memory_gib(device):
@@ -1017,7 +943,10 @@ class Metrics:
         n_steps = step - self.since_step
         tokens_per_s = n_steps * self.tokens_per_step / elapsed_s
         per_device = tokens_per_s / self.world_size
-        tflops, peak = per_device * self.flops_per_token / 1e12, peak_tflops(self.device)
+        tflops = per_device * self.flops_per_token / 1e12
+        # of bf16 alone: with float8, matmuls of two peaks are mixed (paper §3.2)
+        is_bf16 = self.args.param_dtype == "bf16" and self.args.float8 is None
+        peak = model.peak_tflops(self.device) if is_bf16 else None
         row = {
             "step": step,
             "loss": stats.loss,
@@ -1113,10 +1042,10 @@ def print_plan(args, job, tokens):
     )
 
 
-# ---- 7. The program ----------------------------------------------------------------------------
+# ---- 6. The program ----------------------------------------------------------------------------
 
 
-def train_state(args, job, tokens, *, step, sequences):
+def train_state(args, job, tokens, step, sequences):
     """What a checkpoint says of its run beside the tensors; goes into its train.json."""
     return {
         "step": step,
@@ -1130,16 +1059,55 @@ def train_state(args, job, tokens, *, step, sequences):
     }
 
 
+def check_same(args, tokens, val_tokens):
+    """Raise TrainingError if ranks started with other flags, or found other text, than rank 0."""
+    mine = vars(args) | {"data (its tokens)": tokens.fingerprint}
+    if val_tokens:
+        mine["val-data (its tokens)"] = val_tokens.fingerprint
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs.get(name) != value:
+                raise TrainingError(
+                    f"--{name.replace('_', '-')} is {theirs.get(name)} on rank {rank} and {value} "
+                    "on rank 0: all ranks must be started alike and see the same text; give them "
+                    "the same flags, and for text one --data folder of token shards"
+                )
+
+
+def choose_checkpoint(args):
+    """(step, its train.json) to resume from, or (0, None); rank 0 looks, and all see the same.
+
+    Raises:  TrainingError on every rank.
+    """
+    folder = Path(args.out) / "checkpoints"
+    found = [0, None, None]
+    if dist.get_rank() == 0:
+        for name in checkpoint.unpublished(folder):
+            print(f"ignored: {folder / name} was never finished")
+        try:
+            if step := checkpoint.choose_step(folder, args.resume):
+                found = [step, checkpoint.read_train_state(folder, step), None]
+        except ValueError as error:
+            found[2] = str(error)
+    dist.broadcast_object_list(found)
+    step, state, error = found
+    if error:
+        raise TrainingError(error)
+    return step, state
+
+
 def check_resumable(args, tokens, state):
-    """Raise ValueError if the data order could not be continued; print what else differs."""
+    """Raise TrainingError if the data order could not be continued; print what else differs."""
     flags = state["flags"]
     for name, was, now in (
         ("--seq-len", flags["seq_len"], args.seq_len),
         ("--seed", flags["seed"], args.seed),
-        ("--data (fingerprint)", state["data_fingerprint"], tokens.fingerprint),
+        ("--data (its tokens)", state["data_fingerprint"], tokens.fingerprint),
     ):
         if was != now:
-            raise ValueError(
+            raise TrainingError(
                 f"{name} {now} differs from {was} of the checkpoint at step {state['step']} in "
                 f"--out {args.out}: the windows already seen would be counted wrongly; use the old "
                 "value, or start afresh in another --out"
@@ -1153,30 +1121,26 @@ def check_resumable(args, tokens, state):
         print("flags changed since the checkpoint: " + ", ".join(changed))
 
 
-def resume(args, job, tokens):
-    """Load the chosen checkpoint, or --init-from; return (steps done, sequences consumed)."""
+def load(args, job, step):
+    """Fill the job from the checkpoint of `step`, or at step 0 from --init-from if it is given."""
     folder = Path(args.out) / "checkpoints"
-    chosen = [None]
-    if dist.get_rank() == 0:
-        chosen = [checkpoint.choose_step(folder, args.resume)]
-        for name in checkpoint.unpublished(folder):
-            print(f"ignored: {folder / name} was never finished")
-    dist.broadcast_object_list(chosen)  # one rank looks, so that all see the same
-    if chosen[0] is None:
-        if args.init_from:
+    try:
+        if step:
+            checkpoint.load_checkpoint(folder, step, job.parts, job.optimizer, shapes=job.shapes)
+        elif args.init_from:
             checkpoint.load_weights(args.init_from, job.parts, shapes=job.shapes)
-            refresh_scales(job)
-        return 0, 0
-    state = checkpoint.read_train_state(folder, chosen[0])
-    check_resumable(args, tokens, state)
-    checkpoint.load_checkpoint(folder, chosen[0], job.parts, job.optimizer, shapes=job.shapes)
+    except ValueError as error:
+        raise TrainingError(error) from error  # the same on all ranks
     refresh_scales(job)
     dist.barrier()
-    if dist.get_rank() == 0:
-        print(f"resumed {folder} at step {chosen[0]}")
-        for name in checkpoint.set_aside_newer(folder, chosen[0]):
+    if dist.get_rank() == 0 and step:
+        print(f"resumed {folder} at step {step}")
+        if args.init_from:
+            print(f"--init-from {args.init_from} is not looked at: this run has begun")
+        for name in checkpoint.set_aside_newer(folder, step):
             print(f"set aside: {folder / name} is newer than --resume {args.resume}")
-    return chosen[0], state["sequences"]
+    elif dist.get_rank() == 0 and args.init_from:
+        print(f"weights of {args.init_from}, at step 0")
 
 
 def save(checkpointer, step, job, state):
@@ -1191,13 +1155,18 @@ def save(checkpointer, step, job, state):
 def catch_signals():
     """From now on SIGTERM and SIGUSR1 end the run after a step: the list names those that came."""
     came = []
+    arrived, told = socket.socketpair()
+    told.setblocking(False)
 
-    def note(number, frame):
-        came.append(signal.Signals(number).name)
-        dump_flight_record()  # torchrun sends SIGTERM to ranks that hang after another failed
+    def watch():  # Python's own handlers wait while the main thread is inside a collective
+        while True:
+            came.append(signal.Signals(arrived.recv(1)[0]).name)
+            dump_flight_record()  # torchrun sends SIGTERM to ranks that hang after another failed
 
+    signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, note)
+        signal.signal(number, lambda number, frame, keep_open=told: None)
+    threading.Thread(target=watch, daemon=True).start()
     return came
 
 
@@ -1220,18 +1189,24 @@ def main(argv=None):
         print(f"--warmup-steps {args.warmup_steps} is cut to --steps {args.steps}")
     out_lock = checkpoint.lock_folder(Path(args.out)) if rank == 0 else None
 
-    # 2. Ranks, then the model: meta device -> tp -> cp -> FSDP -> weights -> optimizer
+    # 2. Ranks, and whether this run has begun already
     device = init_distributed(args)
-    job = build(args, config, device)
-    if rank == 0:
-        print_plan(args, job, tokens)
-
-    # 3. Continue where the last run in this folder stopped
-    done, sequences = resume(args, job, tokens)
+    check_same(args, tokens, val_tokens)
+    done, state = choose_checkpoint(args)
+    if state:
+        check_resumable(args, tokens, state)
     if done >= args.steps:
         if rank == 0:
             print(f"nothing to do: {args.out} is at step {done}; extend it with --steps {2 * done}")
+        dist.destroy_process_group()
         return
+
+    # 3. The model on its mesh, and its state
+    job = build(args, config, device)
+    if rank == 0:
+        print_plan(args, job, tokens)
+    load(args, job, done)
+    sequences = state["sequences"] if state else 0
     checkpointer = None
     if args.checkpoint_every:
         checkpointer = checkpoint.Checkpointer(
@@ -1281,13 +1256,15 @@ def main(argv=None):
                 read_stats = copy_to_host(stats)
                 sequences += args.global_batch_size
 
-                do_eval = args.val_every > 0 and (step % args.val_every == 0 or is_last)
+                do_eval = args.val_every and (step % args.val_every == 0 or step == args.steps)
                 do_save = checkpointer and (step % args.checkpoint_every == 0 or is_last)
                 do_log = step == 1 or step % args.log_every == 0 or do_eval or is_last
                 if args.check_ranks_every and step % args.check_ranks_every == 0:
                     check_ranks(job, step, inputs)
                 if do_log or do_save:
                     check_finite(job, step, read_stats())
+                if do_save:
+                    save(checkpointer, step, job, train_state(args, job, tokens, step, sequences))
                 if do_log:
                     metrics.log(
                         step,
@@ -1297,20 +1274,18 @@ def main(argv=None):
                         now_s=time.perf_counter(),  # before the evaluation, which is not counted
                         val_loss=evaluate(job, val_tokens, args) if do_eval else None,
                     )
-                if do_save:
-                    state = train_state(args, job, tokens, step=step, sequences=sequences)
-                    save(checkpointer, step, job, state)
                 if step % 50 == 0:
                     gc.collect(1)
                 if step == done + 1:
-                    shorten_timeouts(args.timeout_s)
+                    shorten_timeouts(args.timeout_s, but=checkpointer and checkpointer.group)
                 if profiler is not None:
                     profiler.step()
                 if is_last:
                     break
     except TrainingError:
         if checkpointer:
-            checkpointer.close()  # the last good step may still be on its way to the disk
+            with suppress(checkpoint.CheckpointError):
+                checkpointer.close()  # the last good step may still be on its way to the disk
         raise
     finally:
         dump_memory(args)
@@ -1323,8 +1298,9 @@ def main(argv=None):
         ended = "done" if step == args.steps else f"stopped by {' or '.join(signals) or 'a rank'}"
         saved = f"checkpoint in {args.out}/checkpoints" if checkpointer else "nothing saved"
         print(f"{ended} at step {step}; {saved}, metrics in {args.out}/metrics.jsonl")
-        more = f" with --steps {2 * step}" if step == args.steps else ""
-        print(f"next: the same command{more} goes on from here")
+        if checkpointer:
+            more = f" with --steps {2 * step}" if step == args.steps else ""
+            print(f"next: the same command{more} goes on from here")
     dist.destroy_process_group()
     del out_lock
 
@@ -1333,9 +1309,11 @@ def run(argv=None):
     """`main`, with what a user can mend told in one line instead of a traceback per rank."""
     try:
         main(argv)
-    except (ValueError, TrainingError, checkpoint.CheckpointError) as error:
+    except (TrainingError, checkpoint.CheckpointError) as error:
         fail(error)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ValueError) and not dist.is_initialized():
+            fail(error)  # a refusal: flags, data or folders
         dump_flight_record()
         raise
 

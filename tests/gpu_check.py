@@ -441,7 +441,7 @@ def measure_row(bench, flags, n_steps):
     assert stats.isfinite().all(), stats  # and waits for the last step
     tokens_per_s = n_steps * batch[0].numel() / (time.perf_counter() - start_s)
     tflops = tokens_per_s * model.flops_per_token(job.config, args.seq_len) / 1e12
-    peak, memory = train.peak_tflops(bench.device), torch.cuda.memory_stats()  # {} without CUDA
+    peak, memory = model.peak_tflops(bench.device), torch.cuda.memory_stats()  # {} without CUDA
     gaps = []
     if bench.is_cuda:  # its kernels alone: watching the host too would slow it down
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -99,9 +99,9 @@ def run_case(flags, dtype, steps):
     job = train.build(args, config, torch.device("cpu"))
     result = {"weights 0": gather_parts(job, lambda p: p), "loss": [], "norm": [], "grads": []}
 
-    def clip_and_record(parameters, max_norm, pp_mesh):
+    def clip_and_record(parameters, max_norm, mesh):
         result["grads"].append(gather_parts(job, lambda p: p.grad))
-        return original(parameters, max_norm, pp_mesh)
+        return original(parameters, max_norm, mesh)
 
     original, parallel.clip_grad_norm = parallel.clip_grad_norm, clip_and_record
     try:

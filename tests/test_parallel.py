@@ -238,7 +238,7 @@ def measure(flags):
             found["loss"] = sent.taken()
             loss.backward()
             found["backward"] = sent.taken()
-        parallel.clip_grad_norm(list(part.parameters()), 1.0, job.mesh["pp"])
+        parallel.clip_grad_norm(list(part.parameters()), 1.0, job.mesh)
         found["clip"] = sent.taken()
     logits = found.pop("logits")
     is_split = isinstance(logits, DTensor)
