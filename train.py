@@ -264,7 +264,7 @@ def check_args(args, config, world_size):
     check_pipeline(args, config)
     check_techniques(args)
     check_float8(args, config)
-    if args.init_from:
+    if args.init_from and not checkpoint.list_checkpoints(Path(args.out) / "checkpoints"):
         checkpoint.check_init_from(args.init_from, dataclasses.asdict(config))
     n_data = args.dp_replicate * args.dp_shard
     unit = args.local_batch_size * n_data

@@ -293,6 +293,7 @@ def check_only_own_slices(folder):
 
 
 def test_a_rank_uses_its_own_slices_only(tmp_path):
+    pytest.importorskip("safetensors")
     assert run_ranks(2, check_only_own_slices, tmp_path) == [True, True]
 
 
@@ -501,6 +502,7 @@ def tied_run(tmp_path_factory):
 
 
 def test_a_tied_weight_is_exported_once_and_bf16_rounds_once(tmp_path, tied_run):
+    pytest.importorskip("safetensors")
     run, weights = tied_run
     tensors = read_folder(export(run, tmp_path / "out", "--dtype", "bf16"))
     assert "lm_head.weight" not in tensors
@@ -568,6 +570,7 @@ def test_inspect_groups_the_layers(tmp_path, capsys):
 
 
 def test_an_export_is_whole_or_absent_and_overwrites_nothing(tmp_path, tied_run, capsys):
+    pytest.importorskip("safetensors")
     (tmp_path / "there").mkdir()
     source = "--from", tied_run[0]
     status, _, error = run_tool(capsys, "export", *source, "--to", tmp_path / "there")
@@ -602,6 +605,7 @@ def bpe_file(path):
 
 
 def test_the_tokenizer_file_goes_along_with_its_ids(tmp_path, capsys):
+    pytest.importorskip("safetensors")
     path, n_ranks = bpe_file(tmp_path / "some.model")
     config = dataclasses.replace(CONFIG, n_layers=1, vocab_size=n_ranks + 256)
     run = partial(save_drawn, tokenizer=str(path))
