@@ -491,6 +491,16 @@ def init_distributed(args):
     options = {"timeout": timedelta(seconds=max(600.0, args.timeout_s))}  # compilation takes long
     if "RANK" not in os.environ:  # plain `python train.py`: a group of one, without a network
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # after --max-restarts the agent's store still holds where the dead ranks listened, and gloo
+        # would call there: each attempt looks for its peers under a name of its own
+        agent = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        attempt = f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        options |= {
+            "store": dist.PrefixStore(attempt, dist.TCPStore(*agent, is_master=False)),
+            "rank": rank_from_env(),
+            "world_size": rank_from_env("WORLD_SIZE"),
+        }
     # gloo beside nccl: offloaded gradients and checkpoints are reduced on the host
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **options)
     return device

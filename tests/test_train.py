@@ -589,6 +589,35 @@ def test_torchrun_shows_a_refusal_once_and_fails_in_seconds(folder):
     assert time.perf_counter() - start < 60  # 20 s on an idle machine
 
 
+DIES_ONCE = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import train
+original, calls = train.train_step, []
+def train_step(*args, **options):
+    calls.append(1)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+        if len(calls) == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args, **options)
+train.train_step = train_step
+train.run()
+"""
+
+
+def test_torchrun_restarts_after_a_killed_rank_and_the_run_resumes_by_itself(folder):
+    (folder / "dies_once.py").write_text(DIES_ONCE.format(root=str(ROOT)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    flags = f"{TINY} --steps 9 --checkpoint-every 2 --checkpoint-mode sync --out restarted"
+    result = subprocess.run(
+        [*command, "--max-restarts", "1", "dies_once.py", *shlex.split(flags)],
+        cwd=folder, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "resumed restarted/checkpoints at step 4" in result.stdout
+    assert [row["step"] for row in metrics_of(folder, "restarted")] == list(range(1, 10))
+
+
 def test_two_agents_form_one_job(folder):
     """As on two hosts: each starts its own torchrun, and they meet at a rendezvous."""
     with socket.socket() as probe:
