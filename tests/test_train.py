@@ -324,6 +324,27 @@ def test_a_rank_that_drifts_by_one_bit_is_named(folder, mesh):
     assert expected in outputs[0], outputs[0]
 
 
+def fail_on_rank_one(rank):
+    """In a forked rank: rank 1 has a bug in its third step."""
+    original, calls = train.forward_backward, []
+
+    def forward_backward(*args):
+        calls.append(1)
+        if rank == 1 and len(calls) == 3:
+            raise RuntimeError("the first cause")
+        return original(*args)
+
+    train.forward_backward = forward_backward
+
+
+def test_when_one_rank_fails_the_others_stop_and_the_first_cause_is_shown(folder):
+    flags = f"{TINY} --steps 9 --checkpoint-every 0 --out one-fails"
+    start = time.perf_counter()
+    codes, outputs = run_program(2, flags, cwd=folder, before=fail_on_rank_one)
+    assert 0 not in codes and time.perf_counter() - start < 60
+    assert "RuntimeError: the first cause" in outputs[1] and "forward_backward" in outputs[1]
+
+
 def skip_a_collective(rank):
     """In a forked rank: rank 1 never comes to the third step's gradient norm."""
     original, calls = parallel.clip_grad_norm, []
