@@ -94,7 +94,7 @@ def _program_main(rank, world_size, folder, argv, cwd, port, before):
     descriptor = os.open(f"{folder}/output-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
     import train
 
     os.chdir(cwd)
