@@ -82,6 +82,7 @@ def describe_error(error) -> str:
 
 
 def checkpoint_path(folder, step: int) -> Path:
+    """Where the published checkpoint of a step lies, or would lie."""
     return Path(folder) / f"step-{step:08d}"
 
 
@@ -132,6 +133,7 @@ def describe_refusal(folder, step, reason) -> str:
 
 
 def read_json(path):
+    """Content of a JSON file; ValueError if it is missing or none."""
     try:
         return json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -271,6 +273,7 @@ class PublishingWriter(dcp.FileSystemWriter):
         self.retention = retention  # keyword arguments of apply_retention
 
     def finish(self, metadata, results):
+        """On rank 0, once every rank's file is on disk: write the rest, rename, prune."""
         files = {write.storage_data.relative_path for rank in results for write in rank}
         unseen = sorted(name for name in files if not (self.path / name).exists())
         if unseen:
@@ -509,6 +512,7 @@ def flatten_config(c) -> dict:
 
 
 def check_safetensors(flag):
+    """Raise ValueError, naming the flag that needs it, if safetensors is not installed."""
     if find_spec("safetensors") is None:
         raise ValueError(
             f"{flag} conflicts with this Python, where safetensors is not installed: it reads and "

@@ -373,6 +373,7 @@ class TokenShards:
         self.map_shard = functools.lru_cache(128)(lambda i: np.load(self.paths[i], mmap_mode="r"))
 
     def n_windows(self, seq_len):
+        """Sequences of `seq_len` tokens and their labels in one epoch, N."""
         return (self.n_tokens - 1) // seq_len
 
     def read(self, start, count):

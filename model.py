@@ -61,6 +61,7 @@ class ModelConfig:
 
     @property
     def head_dim(self):
+        """Width of one attention head, Dh."""
         return self.dim // self.n_heads
 
 

@@ -931,12 +931,13 @@ class Metrics:
         self.world_size, self.device = dist.get_world_size(), job.device
         self.flops_per_token = model.flops_per_token(job.config, args.seq_len)
         self.tokens_per_step = args.global_batch_size * args.seq_len
-        self.first_step = first_step
         self.start_interval(first_step - 1)
         if self.is_main:
             path = Path(args.out) / "metrics.jsonl"
             rows = path.read_text().splitlines(keepends=True) if path.exists() else []
-            path.write_text("".join(row for row in rows if step_of(row) < first_step))
+            kept = [row for row in rows if step_of(row) < first_step]
+            if kept != rows:
+                path.write_text("".join(kept))
             self.file = open(path, "a")
         self.tensorboard = None
         if self.is_main and args.tensorboard:
@@ -1033,15 +1034,14 @@ def print_plan(args, job, tokens):
     states = {"adamw": 2, "sgd": 0}[args.optimizer]
     n_data = job.mesh["data"].size()
     epochs = args.steps * args.global_batch_size / tokens.n_windows(args.seq_len)
-    if job.schedule:
-        print(describe_stages(args, c))
+    stages = describe_stages(args, c) + "\n" if job.schedule else ""
     degrees = " x ".join(f"{axis} {getattr(args, axis)}" for axis in AXES)
     print(
         f"model  {args.model}: {model.count_parameters(c):,} parameters, {c.n_layers} layers, "
         f"dim {c.dim}, vocabulary {c.vocab_size:,}\n"
         f"ranks  {dist.get_world_size()} on {job.device.type}: {degrees}; computes in "
         f"{args.param_dtype}, sums gradients in {args.reduce_dtype}\n"
-        f"memory {local:,} parameters on this rank; with gradients and optimizer states "
+        f"{stages}memory {local:,} parameters on this rank; with gradients and optimizer states "
         f"{local * 4 * (2 + states) / 2**20:,.1f} MiB\n"
         f"batch  {args.global_batch_size} sequences x {args.seq_len} = "
         f"{args.global_batch_size * args.seq_len:,} tokens a step; {n_data} data rank(s) x "
