@@ -42,12 +42,17 @@ Megatron-LM (arXiv 1909.08053); sequence parallelism (arXiv 2205.05198); Llama 3
 2407.21783) §3.3.2.
 """
 
+import threading
 import warnings
+import weakref
+from collections import Counter
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -58,6 +63,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -65,12 +71,16 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
 
 # ---- 1. The mesh -------------------------------------------------------------------------------
 
@@ -178,6 +188,17 @@ def cp_positions(seq_len, *, cp, cp_rank):
     return torch.cat([chunks[cp_rank], chunks[-1 - cp_rank]]) if cp > 1 else chunks[0]
 
 
+def lower_right(n_queries, n_keys):
+    """The causal mask of the last `n_queries` positions among `n_keys`: a note to the kernel.
+
+    torch's own constructor allocates 8 n_queries n_keys bytes which nothing reads: 32 GiB at 262,144
+    tokens on 8 ranks.
+    """
+    bias = causal_lower_right(1, 1)
+    bias.seq_len_q, bias.seq_len_kv = n_queries, n_keys
+    return bias
+
+
 class ContextParallelAttention(nn.Module):
     """Causal attention where every rank holds two chunks of the queries, keys and values.
 
@@ -194,9 +215,8 @@ class ContextParallelAttention(nn.Module):
         self.cp_mesh = cp_mesh
         chunk, cp, rank = seq_len // (2 * cp_mesh.size()), cp_mesh.size(), cp_mesh.get_local_rank()
         self.prefixes = [(rank + 1) * chunk, (2 * cp - rank) * chunk]  # keys that a chunk may see
-        # not a mask but a note to the kernel, so nothing of size T x T exists (on CUDA); made here
-        # because it cannot be constructed inside a compiled region
-        self.causal = [causal_lower_right(chunk, prefix) for prefix in self.prefixes]
+        # made here because they cannot be constructed inside a compiled region
+        self.causal = [lower_right(chunk, prefix) for prefix in self.prefixes]
 
     def forward(self, q, k, v):
         cp = self.cp_mesh.size()
@@ -222,6 +242,24 @@ def apply_cp(model, cp_mesh):
     """
     for block in model.layers.values():
         block.attention.core = ContextParallelAttention(cp_mesh, model.seq_len)
+
+
+@contextmanager
+def thin_causal_mask(dtype):
+    """While open, the mask that a CPU kernel wants is one element seen T/2cp x prefix times.
+
+    For fake tensors, to count what CUDA would allocate: its kernels want no mask.
+    """
+    original = CausalBias._materialize
+
+    def materialise(bias, device=None):
+        return torch.zeros((), dtype=dtype, device=device).expand(bias.seq_len_q, bias.seq_len_kv)
+
+    CausalBias._materialize = materialise
+    try:
+        yield
+    finally:
+        CausalBias._materialize = original
 
 
 # ---- 4. Activation checkpointing ---------------------------------------------------------------
@@ -483,3 +521,231 @@ def build_loss(last_part, n_chunks, tp):
         return torch.stack(losses).sum()
 
     return chunked_loss
+
+
+# ---- 10. Accounts ------------------------------------------------------------------------------
+
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
+COLLECTIVES = {  # of torch.distributed and, as DTensor calls them, functional
+    "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
+    "send": "send", "recv_": "recv",
+}  # fmt: skip
+PLAIN = {torch.Tensor, nn.Parameter, FakeTensor}
+
+
+def tensors_in(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def plain_tensors(tensor):
+    """The tensors in memory that a DTensor, float8 or other tensor subclass is made of here."""
+    if isinstance(tensor, DTensor):
+        return plain_tensors(tensor.to_local())
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [plain for part in inner for plain in plain_tensors(part)]
+
+
+def named_units(part):
+    """(name, module) of what a stage holds: tok_embeddings, blocks, norm, output, in this order."""
+    blocks = [(f"layers.{number}", block) for number, block in part.layers.items()]
+    units = [("tok_embeddings", part.tok_embeddings), *blocks]
+    units += [("norm", part.norm), ("output", part.output)]
+    return [(name, module) for name, module in units if module is not None]
+
+
+def count_bytes(tensors):
+    """Bytes of memory that the tensors take on this rank."""
+    return sum(plain.nbytes for tensor in tensors for plain in plain_tensors(tensor))
+
+
+def count_flops(op, args, kwargs, result):
+    """FLOPs of a matmul or of attention, else 0. Attention is not discounted for causality.
+
+    Its backward counts as two forwards, as in model.py:flops_per_token, although kernels compute
+    the scores once more.
+    """
+    packet, aten = op.overloadpacket, torch.ops.aten
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return 2 * sdpa_flop_count(*(tensor.shape for tensor in args[1:4]))
+    formula = flop_registry.get(packet)
+    return formula(*args, **kwargs, out_val=result) if formula else 0
+
+
+class Account(TorchDispatchMode):
+    """What this rank holds, computes and sends while the context is open, counted op by op.
+
+    It sees what comes out of autograd and DTensor, on real tensors and on fake ones alike:
+
+        events        (storage number, bytes more or less, moment) of allocations and releases
+        kinds         one of KINDS for each storage number
+        flops         {forward, recomputed, backward: FLOPs}
+        state_bytes   {parameters, gradients, optimizer: bytes}, what lives from step to step
+        collectives   {axis: {kind: {calls, bytes, sent_bytes}}}: of the buffers, the larger of
+                      input and output, and what a rank of a ring sends of them
+
+    A moment is (phase, module, op). "gathered" are FSDP's buffers: whole weights, and gradients on
+    their way to be scattered.
+
+    Args:    this rank's parts; the optimizer, its states made; the mesh, for the axes' names.
+    Note:    what a kernel allocates inside, an allocator's slack and NCCL's buffers are not seen.
+    """
+
+    def __init__(self, parts, optimizer, mesh):
+        super().__init__()
+        # an axis may span all ranks, and another one too: the name of the first is taken
+        self.axes = {
+            mesh[axis].get_group().group_name: axis
+            for axis in ("data", "cp", "tp", "dp_replicate", "fsdp", "pp")
+        }
+        self.events, self.kinds, self.sizes = [], [], []
+        self.numbers = WeakIdKeyDictionary()  # storage -> its number
+        self.young = []  # storages made in a backward pass that is still going on
+        self.collectives = {}
+        self.flops = dict.fromkeys(("forward", "recomputed", "backward"), 0)
+        self.place, self.depth, self.is_update = "before", 0, False
+        self.state_bytes = {}
+        parameters = [parameter for part in parts for parameter in part.parameters()]
+        self.hold("parameters", parameters)
+        self.hold("optimizer", tensors_in([optimizer.state[p] for p in parameters]))
+        for name, module in (unit for part in parts for unit in named_units(part)):
+            self.watch(name, getattr(module, "_checkpoint_wrapped_module", module))
+
+        def begin_update(*_):
+            self.place, self.is_update = "optimizer", True
+            self.hold("gradients", [p.grad for p in parameters if p.grad is not None])
+
+        optimizer.register_step_pre_hook(begin_update)
+
+    def watch(self, name, module):
+        """Notice when the module runs: forward, forward again (recomputed) and backward."""
+
+        def arrive(*_):
+            self.place = name
+
+        def enter(*_):
+            self.place = name
+            self.depth += 1
+
+        def leave(module, inputs, output):
+            self.depth -= 1
+            if name == "output":
+                self.place = "loss"
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(arrive)
+
+        module.register_forward_pre_hook(enter, prepend=True)
+        # always: a recomputation is broken off as soon as it has all it needs
+        module.register_forward_hook(leave, always_call=True)
+
+    # memory
+
+    def hold(self, kind, tensors):
+        """Count tensors that live from step to step, or say of counted ones that they are such."""
+        self.state_bytes[kind] = count_bytes(tensors)
+        for plain in (plain for tensor in tensors for plain in plain_tensors(tensor)):
+            self.kinds[self.number(plain, kind, ("before", "", ""))] = kind
+
+    def number(self, tensor, kind, moment):
+        """The number of the tensor's storage, which is counted if it is a new one."""
+        storage = tensor.untyped_storage()
+        number = self.numbers.get(storage)
+        if number is None:
+            number = self.numbers[storage] = len(self.kinds)
+            self.kinds.append(kind)
+            self.sizes.append(0)
+            self.resize(number, storage.nbytes(), moment)
+            released = weakref.finalize(storage, self.resize, number, 0, None)
+            released.atexit = False
+            if moment[0] == "backward":
+                self.young.append(number)
+        return number
+
+    def resize(self, number, size, moment):
+        self.events.append((number, size - self.sizes[number], moment))
+        self.sizes[number] = size
+
+    def __enter__(self):
+        # torch lets this be a lock: it is held while DTensor works out shapes, by operations on
+        # tensors of global size which take no memory
+        ShardingPropagator._fake_mode_lock = self.shapes_lock = threading.Lock()
+        torch_resize = self.torch_resize = torch.UntypedStorage.resize_
+
+        def resize_(storage, size):  # FSDP frees and fills its buffers by this: it is no op
+            if storage in self.numbers:
+                self.resize(self.numbers[storage], size, ("gather", self.place, "resize_"))
+            return torch_resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        torch.UntypedStorage.resize_ = self.torch_resize
+        ShardingPropagator._fake_mode_lock = nullcontext()
+        return super().__exit__(*exception)
+
+    # operations
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if not PLAIN.issuperset(types):
+            return NotImplemented  # let a DTensor unwrap itself: what it does inside comes here
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        if self.shapes_lock.locked():
+            return result
+        phase = "update" if self.is_update else "forward"
+        if torch._C._current_graph_task_id() != -1:
+            phase = "recomputed" if self.depth else "backward"
+        elif self.young:  # what outlives the backward pass that made it is a gradient
+            for number in self.young:
+                if self.sizes[number]:
+                    self.kinds[number] = "gradients"
+            self.young = []
+        kind = "activations" if phase in ("forward", "recomputed") else "temporary"
+        for tensor in tensors_in(result):
+            self.number(tensor, kind, (phase, self.place, op.__name__))
+        if op.namespace == "fsdp":
+            for tensor in tensors_in(kwargs.get("out", args[1:2])):
+                self.kinds[self.number(tensor, kind, None)] = "gathered"
+        if op.namespace in ("c10d", "_c10d_functional"):
+            self.count_collective(op, args, result)
+        if flops := count_flops(op, args, kwargs, result):
+            self.flops[phase] += flops
+        return result
+
+    def count_collective(self, op, args, result):
+        name = op.overloadpacket.__name__
+        if name in ("wait_tensor", "barrier"):
+            return
+        kind = COLLECTIVES[name]
+        named = dict(zip((a.name for a in op._schema.arguments), args, strict=False))
+        if "process_group" in named:
+            group = dist.ProcessGroup.unbox(named["process_group"])
+        else:
+            group = dist.distributed_c10d._resolve_process_group(named["group_name"])
+        size = max(tensor.nbytes for tensor in tensors_in((args, result)))
+        others = (group.size() - 1) / group.size()
+        share = {"all_reduce": 2 * others, "send": 1, "recv": 0}.get(kind, others)
+        axis = self.axes.get(group.group_name, "several")  # the loss and the norm cross axes
+        row = self.collectives.setdefault(axis, {}).setdefault(kind, Counter())
+        row.update(calls=1, bytes=size, sent_bytes=round(size * share))
+
+    # results
+
+    def held(self):
+        """Bytes by kind after each event: int64 (events, len(KINDS))."""
+        changes = torch.zeros(len(self.events), len(KINDS), dtype=torch.int64)
+        columns = [KINDS.index(self.kinds[number]) for number, _, _ in self.events]
+        changes[range(len(columns)), columns] = torch.tensor([more for _, more, _ in self.events])
+        return changes.cumsum(0)
+
+    def peak(self):
+        """(moment, {kind: bytes}) when this rank held most."""
+        held = self.held()
+        at = int(held.sum(1).argmax())
+        return self.events[at][2], dict(zip(KINDS, held[at].tolist(), strict=True))

@@ -465,16 +465,16 @@ def compute_order(schedule):
     return rows
 
 
-def timeline(schedule, pp, n_microbatches, stages_per_rank=None, *, stage_costs=None):
+def timeline(schedule, pp, n_microbatches, stages_per_rank=None, *, durations=None):
     """Return when each rank computes what, [[Op, ...] per rank], from torch's schedule object.
 
     A computation starts once its rank is free and its input is there; communication takes no time.
-    `stage_costs` (one per stage) stretch a stage's computations where stages are unequal.
+    `durations`, a dict like DURATION per stage, are for stages that differ.
     """
     check_schedule(schedule, pp=pp, n_microbatches=n_microbatches, stages_per_rank=stages_per_rank)
     n_stages = count_stages(schedule, pp, stages_per_rank)
     pending = compute_order(_mock_schedule(schedule, pp, n_microbatches, stages_per_rank))
-    costs = stage_costs or [1] * n_stages
+    durations = durations or [DURATION] * n_stages
     rows = [[] for _ in range(pp)]
     ends = {}  # (F or B, stage, microbatch) -> when its result is there
     while any(pending):
@@ -483,11 +483,26 @@ def timeline(schedule, pp, n_microbatches, stages_per_rank=None, *, stage_costs=
             while ops and (needs := _needs(*ops[0], n_stages)) <= ends.keys():
                 kind, stage, i = ops.pop(0)
                 start = max([ends[need] for need in needs] + [row[-1].end if row else 0])
-                row.append(Op(kind, stage, i, start, start + DURATION[kind] * costs[stage]))
+                row.append(Op(kind, stage, i, start, start + durations[stage][kind]))
                 if kind != "W":
                     ends["F" if kind == "F" else "B", stage, i] = row[-1].end
         assert sum(map(len, pending)) < waiting, "deadlock: every rank waits for another"
     return rows
+
+
+def stage_durations(stages, *, head, recomputed):
+    """How long each stage computes, an average one's forward being 1, for `timeline`.
+
+    Args:    stages, their module names; head, the cost of `output` in blocks; recomputed, the share
+             of a block's forward that activation checkpointing repeats in its backward.
+    """
+    blocks = [sum(name.startswith("layers.") for name in names) for names in stages]
+    forwards = [n + head * ("output" in names) for n, names in zip(blocks, stages, strict=True)]
+    unit = sum(forwards) / len(stages)
+    return [
+        {"F": f / unit, "B": (2 * f + again) / unit, "I": (f + again) / unit, "W": f / unit}
+        for f, again in zip(forwards, (n * recomputed for n in blocks), strict=True)
+    ]
 
 
 def _needs(kind, stage, microbatch, n_stages):

@@ -9,7 +9,8 @@
     build                     §3   model -> mesh, in the order of the paper's Appendix A
     train_step, evaluate      §4   one optimizer step, one validation: tests call these and `build`
     Metrics                   §5   what is printed and logged
-    main                      §6   resume, the loop, the end
+    simulate                  §6   count what a rank of any mesh would hold, send and compute
+    main                      §7   resume, the loop, the end
 
 One loss for every mesh:
 
@@ -31,8 +32,10 @@ import argparse
 import dataclasses
 import gc
 import importlib.util
+import io
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -43,7 +46,7 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +54,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor.parallel import loss_parallel
 
 import checkpoint
@@ -196,6 +200,15 @@ def parse_args(argv=None):
         "or more -> train.py:init_distributed")
     add("--deterministic", action="store_true",
         help="only kernels that repeat bit for bit -> train.py:init_distributed")
+
+    add = parser.add_argument_group("simulation").add_argument
+    add("--simulate", type=int, metavar="WORLD_SIZE",
+        help="train nothing, but count on this machine what a step on that many ranks holds, sends "
+        "and computes -> train.py:simulate")
+    add("--simulate-rank", type=int, nargs="+", metavar="RANK",
+        help="if not given, one of the first and one of the last pp rank -> train.py:simulate")
+    add("--gpu-memory-gib", type=float, metavar="GIB",
+        help="simulate as well what would fit into it -> train.py:find_fit")
     return parser.parse_args(argv)
 
 
@@ -225,7 +238,7 @@ def resolve_args(args, world_size):
     if args.global_batch_size == -1:
         args.global_batch_size = args.local_batch_size * args.dp_replicate * args.dp_shard
     if args.param_dtype is None:
-        args.param_dtype = "bf16" if torch.cuda.is_available() else "fp32"
+        args.param_dtype = "bf16" if torch.cuda.is_available() or args.simulate else "fp32"
     return config
 
 
@@ -259,6 +272,7 @@ def check_args(args, config, world_size):
         f, value = "--" + name.replace("_", "-"), getattr(args, name)
         is_share = value is None or 0 <= value <= 1
         require(is_share, f"{f} {value} must be between 0 and 1: try to leave {f} out")
+    check_simulation(args)
     model.check_config(config)
     check_mesh(args, config, world_size)
     check_pipeline(args, config)
@@ -297,7 +311,7 @@ def check_args(args, config, world_size):
         "GPUs: each rank needs one; start fewer, or CUDA_VISIBLE_DEVICES= torchrun to use the CPU",
     )
     require(
-        not args.memory_snapshot or torch.cuda.is_available(),
+        not args.memory_snapshot or torch.cuda.is_available() or args.simulate,
         "--memory-snapshot conflicts with a CPU: CUDA's allocator keeps the history; leave it out",
     )
     existing = next(p for p in (Path(args.out), *Path(args.out).absolute().parents) if p.exists())
@@ -306,6 +320,34 @@ def check_args(args, config, world_size):
         f"--out {args.out} cannot be made: {existing} is "
         f"{'not writable' if existing.is_dir() else 'not a folder'}, and a run writes its "
         "checkpoints and metrics there; try another --out",
+    )
+
+
+def check_simulation(args):
+    for name in ("simulate_rank", "gpu_memory_gib"):
+        f, value = "--" + name.replace("_", "-"), getattr(args, name)
+        require(
+            value is None or args.simulate is not None,
+            f"{f} {value} is about a simulation, but --simulate is not given: add --simulate 8",
+        )
+    if args.simulate is None:
+        return
+    n = args.simulate
+    require(n >= 1, f"--simulate {n} must be at least 1, a number of ranks: try --simulate 8")
+    n_started = rank_from_env("WORLD_SIZE")
+    require(
+        n_started == 1,
+        f"--simulate {n} conflicts with the {n_started} ranks that torchrun started: one process "
+        "stands for all; start python train.py",
+    )
+    for rank in args.simulate_rank or ():
+        require(
+            0 <= rank < n,
+            f"--simulate-rank {rank} is none of --simulate {n}: try 0 to {n - 1}",
+        )
+    require(
+        args.gpu_memory_gib is None or args.gpu_memory_gib > 0,
+        f"--gpu-memory-gib {args.gpu_memory_gib} must be greater than 0: try 80",
     )
 
 
@@ -401,22 +443,24 @@ def check_techniques(args):
                 f"{instead}, or --pp-schedule Interleaved1F1B",
             )
     if args.async_tp:
+        has_cuda = torch.cuda.is_available()
         for is_met, has, needs in (
             (args.compile, "no --compile", "the compiler does the overlapping; add --compile"),
             (args.tp > 1, f"--tp {args.tp}", "it overlaps the collectives of tp; try --tp 2"),
-            (torch.cuda.is_available(), "no CUDA device", "its kernels are CUDA's; leave it out"),
+            (has_cuda or args.simulate, "no CUDA device", "its kernels are CUDA's; leave it out"),
         ):
             require(is_met, f"--async-tp conflicts with {has}: {needs}")
 
 
 def check_float8(args, config):
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     float8.check_float8(
         args.float8,
         all_gather=args.float8_all_gather,
         skip=args.float8_filter,
         emulate=args.float8_emulate,
         compile=args.compile,
-        capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
+        capability=(10, 0) if args.simulate else capability,  # a simulation needs no hardware
     )
     if args.float8:
         with torch.device("meta"):
@@ -461,6 +505,15 @@ def check_data(args, config, tokens, *, source, needed):
         f"{args.seq_len}, but {needed} are needed at once (--global-batch-size "
         f"{args.global_batch_size}): try more text, or less of the two",
     )
+
+
+def read_flags(argv):
+    """(args, ModelConfig) of a command that may run: its defaults filled in, its rules checked."""
+    args = parse_args(argv)
+    world_size = args.simulate or rank_from_env("WORLD_SIZE")
+    config = resolve_args(args, world_size)
+    check_args(args, config, world_size)
+    return args, config
 
 
 # ---- 2. Ranks and devices ----------------------------------------------------------------------
@@ -571,8 +624,11 @@ class Job:
     has_float8_scales: bool
 
 
-def build(args, config, device):
-    """Model, mesh and optimizer of this rank, in the order of the paper's Appendix A."""
+def build(args, config, device, memory=nullcontext()):  # noqa: B008, it holds no state
+    """Model, mesh and optimizer of this rank, in the order of the paper's Appendix A.
+
+    `memory` is the context in which tensors are given it: a simulation lets them do without.
+    """
     mesh = parallel.build_mesh(
         device.type,
         pp=args.pp,
@@ -597,6 +653,8 @@ def build(args, config, device):
     weight_device = torch.device("cpu") if args.cpu_offload else device
 
     def draw(name, shape):
+        if args.simulate:
+            return torch.empty(shape)  # a fake tensor has no values
         return model.draw_weight(name, shape, config=config, seed=args.seed, device=weight_device)
 
     if args.async_tp:
@@ -622,11 +680,13 @@ def build(args, config, device):
             reshard=args.reshard,
             cpu_offload=args.cpu_offload,
         )
-        parallel.materialise(
-            part, device=device, weight_device=weight_device, draw=draw, positions=positions
-        )
+        with memory:
+            parallel.materialise(
+                part, device=device, weight_device=weight_device, draw=draw, positions=positions
+            )
     if args.float8_all_gather:
-        float8.precompute_float8_scales(parts)
+        with memory:
+            float8.precompute_float8_scales(parts)
     loss_fn = parallel.build_loss(parts[-1], args.loss_chunks, args.tp)
     schedule = None
     if args.pp > 1:
@@ -920,6 +980,14 @@ def peak_memory_gib(device):
     return kib / 2**20 if sys.platform != "darwin" else kib / 2**30  # macOS counts bytes
 
 
+def alloc_retries(device):
+    """How often so far CUDA's allocator had to give its cache back and try again: a slow step each.
+
+    None on CPU. More than a few mean that memory is all but full.
+    """
+    return torch.cuda.memory_stats(device)["num_alloc_retries"] if device.type == "cuda" else None
+
+
 class Metrics:
     """Rank 0's console line, OUT/metrics.jsonl and TensorBoard; on other ranks it does nothing.
 
@@ -969,6 +1037,7 @@ class Metrics:
             "tflops": tflops,
             "mfu": tflops / peak if peak else None,
             "memory_gib": peak_memory_gib(self.device),
+            "alloc_retries": alloc_retries(self.device),
             "data_s": self.data_s / n_steps,  # seconds per step spent waiting for the next batch
         } | ({} if val_loss is None else {"val_loss": val_loss})
         if self.is_main:
@@ -987,6 +1056,7 @@ class Metrics:
             f"{row['tflops']:.3f} TFLOPs"
             + (f"  mfu {row['mfu']:.1%}" if row["mfu"] else "")
             + f"  {row['memory_gib']:.2f} GiB"
+            + (f"  {row['alloc_retries']} retries" if row["alloc_retries"] else "")
             + (f"  val {row['val_loss']:.4f}" if "val_loss" in row else "")
             + f"  {timedelta(seconds=round(seconds_left))} left",
             flush=True,
@@ -1026,33 +1096,271 @@ def describe_stages(args, config):
     return "\n".join(lines)
 
 
-def print_plan(args, job, tokens):
-    """Say on rank 0 what is about to run: model, ranks, memory per rank, batch and data."""
+def print_plan(args, job):
+    """Say on rank 0 what is about to run: model, ranks, stages, memory per rank and batch."""
     c = job.config
     parameters = [parameter for part in job.parts for parameter in part.parameters()]
     local = sum(parallel.local_tensor(parameter).numel() for parameter in parameters)
     states = {"adamw": 2, "sgd": 0}[args.optimizer]
     n_data = job.mesh["data"].size()
-    epochs = args.steps * args.global_batch_size / tokens.n_windows(args.seq_len)
     stages = describe_stages(args, c) + "\n" if job.schedule else ""
     degrees = " x ".join(f"{axis} {getattr(args, axis)}" for axis in AXES)
     print(
         f"model  {args.model}: {model.count_parameters(c):,} parameters, {c.n_layers} layers, "
         f"dim {c.dim}, vocabulary {c.vocab_size:,}\n"
-        f"ranks  {dist.get_world_size()} on {job.device.type}: {degrees}; computes in "
+        f"ranks  {dist.get_world_size()} "
+        f"{'simulated' if args.simulate else 'on ' + job.device.type}: {degrees}; computes in "
         f"{args.param_dtype}, sums gradients in {args.reduce_dtype}\n"
         f"{stages}memory {local:,} parameters on this rank; with gradients and optimizer states "
         f"{local * 4 * (2 + states) / 2**20:,.1f} MiB\n"
         f"batch  {args.global_batch_size} sequences x {args.seq_len} = "
         f"{args.global_batch_size * args.seq_len:,} tokens a step; {n_data} data rank(s) x "
         f"{args.local_batch_size} x {args.global_batch_size // (n_data * args.local_batch_size)} "
-        "accumulated\n"
-        f"data   {tokens.n_tokens:,} tokens; {args.steps} steps are {epochs:.2f} epochs",
+        "accumulated",
         flush=True,
     )
 
 
-# ---- 6. The program ----------------------------------------------------------------------------
+# ---- 6. Simulation -----------------------------------------------------------------------------
+
+
+def trace_rank(args, config, rank):
+    """Build the job of one rank and take one step, with a fake process group and fake tensors.
+
+    A fake tensor has a shape and a storage of some size, but no memory; a fake group's collectives
+    return at once. Model, parallelisms, schedule and step are those of a real run, but for
+    --compile and --async-tp, which have no effect here.
+
+    Returns: {what: value}, an entry of OUT/simulation.json; "plan" is what `build` printed.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # brings the fake backend
+
+    started_s = time.perf_counter()
+    args = argparse.Namespace(**vars(args) | {"compile": False, "async_tp": False})
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.simulate)
+    memory, plan = FakeTensorMode(allow_non_fake_inputs=True), io.StringIO()
+    with redirect_stdout(plan):
+        job = build(args, config, torch.device("cpu"), memory)
+        print_plan(args, job)
+    if job.schedule:
+        pipeline.skip_warmup(job.schedule)
+    parameters = [parameter for part in job.parts for parameter in part.parameters()]
+    with memory, parallel.thin_causal_mask(DTYPES[args.param_dtype]):
+        shape = args.global_batch_size // job.mesh["data"].size(), args.seq_len
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        for parameter in parameters:  # a first update, after which the optimizer has its states
+            parameter.grad = torch.zeros_like(parameter)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        sizes = {"local_batch_size": args.local_batch_size, "max_norm": args.max_norm}
+        with parallel.Account(job.parts, job.optimizer, job.mesh) as account:
+            train_step(job, tokens, tokens, **sizes)
+    moment, peak_bytes = account.peak()
+    units = [[name for name, _ in parallel.named_units(part)] for part in job.parts]
+    axes = ("pp", "dp_replicate", "fsdp", "cp", "tp")
+    return {
+        "rank": rank,
+        "coordinates": {axis: job.mesh[axis].get_local_rank() for axis in axes},
+        "stages": [f"{names[0]}..{names[-1]}" for names in units],
+        "parameters": sum(parallel.local_tensor(parameter).numel() for parameter in parameters),
+        "state_bytes": account.state_bytes,
+        "peak_bytes": sum(peak_bytes.values()),
+        "peak_bytes_by_kind": peak_bytes,
+        "peak_moment": dict(zip(("phase", "module", "op"), moment, strict=True)),
+        "flops": account.flops,
+        "collectives": account.collectives,
+        "weights": [row for part in job.parts for row in describe_weights(part)],
+        "plan": plan.getvalue(),
+        "seconds": time.perf_counter() - started_s,
+    }
+
+
+def describe_weights(part):
+    """Name, full shape, split and local shape of every parameter of a stage."""
+    rows = []
+    for name, weight in parallel.named_weights(part):
+        axes = zip(weight.device_mesh.mesh_dim_names, weight.placements, strict=True)
+        split = {axis: placement.dim for axis, placement in axes if not placement.is_replicate()}
+        local = parallel.local_tensor(weight)
+        rows.append(
+            {"name": name, "shape": [*weight.shape], "split": split, "local_shape": [*local.shape]}
+        )
+    return rows
+
+
+def trace_ranks(jobs):
+    """[trace_rank(*job) for job in jobs], each in a process of its own."""
+    n_workers = min(len(jobs), os.cpu_count())
+    with multiprocessing.get_context("fork").Pool(n_workers, maxtasksperchild=1) as pool:
+        return pool.starmap(trace_rank, jobs, chunksize=1)
+
+
+def simulate_schedule(args, config, row):
+    """A pipeline's accounts, with stages that cost what their FLOPs say; draws OUT/timeline.svg.
+
+    `row` is a traced rank's, which knows how much of its blocks is computed again.
+    """
+    stages, name = split_stages(args, config), schedule_name(args)
+    head, block = (  # FLOPs of the head, and of a block with it
+        model.flops_per_token(dataclasses.replace(config, n_layers=n), args.seq_len) for n in (0, 1)
+    )
+    block -= head
+    mine = pipeline.stages_of_rank(row["coordinates"]["pp"], args.pp, len(stages), name)
+    names = [unit for stage in mine for unit in stages[stage]]
+    n_blocks = sum(unit.startswith("layers") for unit in names)
+    here = n_blocks * block + head * ("output" in names)
+    again = row["flops"]["recomputed"] / row["flops"]["forward"] * here / max(1, n_blocks * block)
+    shape = name, args.pp, args.local_batch_size // args.microbatch_size, args.stages_per_rank
+    even = pipeline.timeline(*shape)
+    durations = pipeline.stage_durations(stages, head=head / block, recomputed=again)
+    uneven = pipeline.timeline(*shape, durations=durations)
+    (Path(args.out) / "timeline.svg").write_text(pipeline.draw_svg(uneven))
+    busy = [sum(op.end - op.start for op in ops) for ops in uneven]
+    return {
+        "bubble_if_stages_were_equal": pipeline.bubble_fraction(even),
+        "bubble": pipeline.bubble_fraction(uneven),
+        "work": [b * args.pp / sum(busy) for b in busy],  # of each pp rank, 1 on average
+        "in_flight": pipeline.peaks_in_flight(even),  # microbatches x stages, of each pp rank
+    }
+
+
+def peak_of(argv, rank, variants):
+    """Peak bytes of the rank under each list of further flags; None where they are refused."""
+    jobs = {}
+    for i, flags in enumerate(variants):
+        with suppress(ValueError):
+            jobs[i] = (*read_flags([*argv, *flags]), rank)
+    peaks = dict(zip(jobs, trace_ranks([*jobs.values()]), strict=True)) if jobs else {}
+    return [peaks[i]["peak_bytes"] if i in peaks else None for i in range(len(variants))]
+
+
+def batch_flags(args, size):
+    """Another local batch: of `size` sequences, or with a pipeline as many microbatches of that."""
+    n_microbatches = args.local_batch_size // args.microbatch_size if args.pp > 1 else 1
+    flags = ["--local-batch-size", str(size * n_microbatches), "--global-batch-size", "-1"]
+    return [*flags, "--microbatch-size", str(size)] if args.pp > 1 else flags
+
+
+def find_largest_batch(args, argv, row, limit_bytes):
+    """The largest batch, as flags, with which the rank's simulated peak is within the limit."""
+    size = args.microbatch_size if args.pp > 1 else args.local_batch_size
+    fixed = sum(row["peak_bytes_by_kind"][kind] for kind in parallel.KINDS[:4])
+    guess = max(0, int(size * (limit_bytes - fixed) / (row["peak_bytes"] - fixed)))
+    peaks = {0: 0, size: row["peak_bytes"]}
+    while True:
+        sizes = [n for n in (guess, guess + 1) if n not in peaks]
+        found = peak_of(argv, row["rank"], [batch_flags(args, n) for n in sizes])
+        peaks |= zip(sizes, found, strict=True)
+        if peaks[guess] <= limit_bytes < peaks[guess + 1]:
+            return " ".join(batch_flags(args, guess)) if guess else None
+        guess += 1 if peaks[guess] <= limit_bytes else -1
+
+
+def find_changes(args, argv, row, limit_bytes):
+    """Flags that make the rank's peak smaller, one after the other until it is within the limit.
+
+    Returns: [(all flags so far, peak bytes)], those that cost little speed first; what saves less
+    than 1 % is left out.
+    """
+    more_tp = ["--tp", str(2 * args.tp), "--dp-shard", str(max(1, args.dp_shard // 2))]
+    changes = (["--loss-chunks", "8"], ["--ac", "op"], ["--ac", "full"], ["--reshard", "always"])
+    flags, found, best = [], [], row["peak_bytes"]
+    for change in (*changes, more_tp):
+        (peak,) = peak_of(argv, row["rank"], [[*flags, *change]])
+        if peak is not None and peak < 0.99 * best:
+            flags, best = [*flags, *change], peak
+            found.append((" ".join(flags), peak))
+        if best <= limit_bytes:
+            break
+    return found
+
+
+def find_fit(args, argv, row):
+    """Say whether the row's rank fits into --gpu-memory-gib, and with which batch or flags."""
+    limit_bytes = args.gpu_memory_gib * 2**30
+    fits = row["peak_bytes"] <= limit_bytes
+    verdict = "fits" if fits else "does NOT fit"
+    fit = {"fits": fits, "largest_batch": find_largest_batch(args, argv, row, limit_bytes)}
+    fit["changes"] = [] if fits else find_changes(args, argv, row, limit_bytes)
+    print(
+        f"fit    rank {row['rank']} {verdict} into --gpu-memory-gib {args.gpu_memory_gib:g} with "
+        f"its {readable(row['peak_bytes'])} of tensors; CUDA's allocator and NCCL take some on top"
+    )
+    for flags, peak in fit["changes"]:
+        print(f"       {readable(peak)} with {flags}")
+    print(f"       largest batch: {fit['largest_batch'] or 'none, not one sequence fits'}")
+    return fit
+
+
+def readable(n_bytes):
+    return f"{n_bytes / 2**30:,.2f} GiB" if n_bytes >= 2**28 else f"{n_bytes / 2**20:,.2f} MiB"
+
+
+def describe_rank(row):
+    """A traced rank's account, in a few lines."""
+    at, flops = row["peak_moment"], row["flops"]
+    place = ", ".join(f"{axis} {i}" for axis, i in row["coordinates"].items())
+    kinds = ", ".join(f"{kind} {readable(n)}" for kind, n in row["peak_bytes_by_kind"].items())
+    lines = [
+        f"rank   {row['rank']} ({place}): {', '.join(row['stages'])}",
+        f"       holds at most {readable(row['peak_bytes'])}: {kinds}",
+        f"       this in {at['phase']} of {at['module']}, {at['op']}",
+        f"       computes {(flops['forward'] + flops['backward']) / 1e12:,.3f} TFLOP a step, and "
+        f"recomputes {flops['recomputed'] / 1e12:,.3f}",
+    ]
+    for axis, counts in sorted(row["collectives"].items()):
+        sent = {kind: n for kind, n in counts.items() if kind != "recv"}
+        said = [f"{n['calls']} {kind} {readable(n['sent_bytes'])}" for kind, n in sent.items()]
+        lines.append(f"       sends over {axis + ':':<13} {', '.join(said)}")
+    return "\n".join(lines)
+
+
+def describe_split(weights):
+    """A line for each kind of parameter: names, full shape, what is split over which axis."""
+    kinds = {}
+    for weight in weights:
+        kinds.setdefault(re.sub(r"\.\d+", ".N", weight["name"]), []).append(weight)
+    lines = []
+    for kind, same in kinds.items():
+        shape, local = (" x ".join(map(str, same[0][key])) for key in ("shape", "local_shape"))
+        split = ", ".join(f"dim {dim} over {axis}" for axis, dim in same[0]["split"].items())
+        lines.append(f"       {kind:<32} {len(same):>3} of {shape:<15} -> {local:<13} {split}")
+    return "\n".join(lines)
+
+
+def simulate(args, config, argv):
+    """Print, and write into OUT/simulation.json, what ranks of --simulate do in one step.
+
+    Counted, not timed: memory at its peak, FLOPs, bytes that are sent. The kernels are the CPU's,
+    whose RMSNorm keeps more for its backward than CUDA's; compiled blocks would keep less still.
+    """
+    ranks = args.simulate_rank or sorted({0, args.simulate - args.simulate // args.pp})
+    rows = trace_ranks([(args, config, rank) for rank in ranks])
+    largest = max(rows, key=lambda row: row["peak_bytes"])
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    result = {"flags": vars(args), "model": dataclasses.asdict(config), "ranks": rows}
+    result["model_flops_per_token"] = model.flops_per_token(config, args.seq_len)
+    print(f"{rows[0]['plan']}split  of rank {ranks[0]}'s weights")
+    print(describe_split(rows[0]["weights"]))
+    for row in rows:
+        print(describe_rank(row))
+    if args.pp > 1:
+        schedule = result["schedule"] = simulate_schedule(args, config, rows[0])
+        slowest = schedule["work"].index(max(schedule["work"]))
+        print(
+            f"time   bubble {schedule['bubble']:.1%} by the stages' FLOPs; pp rank {slowest} works "
+            f"most, {max(schedule['work']):.2f} of the mean; drawn into {args.out}/timeline.svg\n"
+            f"       chunks in flight on each pp rank: {schedule['in_flight']}"
+        )
+    print(f"peak   {readable(largest['peak_bytes'])} on rank {largest['rank']}")
+    if args.gpu_memory_gib:
+        result["fit"] = find_fit(args, argv, largest)
+    path = Path(args.out) / "simulation.json"
+    path.write_text(json.dumps(result, indent=1))
+    print(f"done   traced in {max(row['seconds'] for row in rows):.0f} s a rank; all in {path}")
+
+
+# ---- 7. The program ----------------------------------------------------------------------------
 
 
 def train_state(args, job, tokens, step, sequences):
@@ -1163,7 +1471,10 @@ def save(checkpointer, step, job, state):
 
 
 def catch_signals():
-    """From now on SIGTERM and SIGUSR1 end the run after a step: the list names those that came."""
+    """From now on SIGTERM, SIGUSR1 and a first Ctrl-C end the run after a step; lists those caught.
+
+    A second Ctrl-C interrupts at once.
+    """
     came = []
     arrived, told = socket.socketpair()
     told.setblocking(False)
@@ -1173,19 +1484,23 @@ def catch_signals():
             came.append(signal.Signals(arrived.recv(1)[0]).name)
             dump_flight_record()  # torchrun sends SIGTERM to ranks that hang after another failed
 
+    def handle(number, frame, keep_open=told):
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
     signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame, keep_open=told: None)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, handle)
     threading.Thread(target=watch, daemon=True).start()
     return came
 
 
 def main(argv=None):
     # 1. Flags and data, checked before any rank waits for another
-    world_size, rank = rank_from_env("WORLD_SIZE"), rank_from_env()
-    args = parse_args(argv)
-    config = resolve_args(args, world_size)
-    check_args(args, config, world_size)
+    rank = rank_from_env()
+    args, config = read_flags(argv)
+    if args.simulate:
+        return simulate(args, config, sys.argv[1:] if argv is None else argv)
     is_builder = rank_from_env("LOCAL_RANK") == 0
     cache = {"cache_dir": Path(args.data_cache), "is_builder": is_builder}
     tokens = data.open_tokens(args.data, args.tokenizer, **cache)
@@ -1214,7 +1529,9 @@ def main(argv=None):
     # 3. The model on its mesh, and its state
     job = build(args, config, device)
     if rank == 0:
-        print_plan(args, job, tokens)
+        print_plan(args, job)
+        epochs = args.steps * args.global_batch_size / tokens.n_windows(args.seq_len)
+        print(f"data   {tokens.n_tokens:,} tokens; {args.steps} steps are {epochs:.2f} epochs")
     load(args, job, done)
     sequences = state["sequences"] if state else 0
     checkpointer = None
@@ -1321,6 +1638,8 @@ def run(argv=None):
         main(argv)
     except (TrainingError, checkpoint.CheckpointError) as error:
         fail(error)
+    except KeyboardInterrupt:
+        fail("interrupted; the steps since the last checkpoint are lost")
     except Exception as error:
         if isinstance(error, ValueError) and not dist.is_initialized():
             fail(error)  # a refusal: flags, data or folders

@@ -589,7 +589,7 @@ def test_microbatches_in_flight_equal_the_closed_form(schedule, v):
 
 def test_a_slow_stage_sets_the_pace():
     """GPipe, one stage at cost 3: its microbatches take 9 units each, and 3 in and 3 out again."""
-    rows = pipeline.timeline("GPipe", 3, 4, stage_costs=[1, 3, 1])
+    rows = pipeline.timeline("GPipe", 3, 4, durations=[dict(F=n, B=2 * n) for n in (1, 3, 1)])
     assert max(row[-1].end for row in rows) == 4 * 9 + 3 + 3
 
 

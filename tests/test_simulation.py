@@ -1,0 +1,356 @@
+"""train.py §6 and parallel.py §10: what a simulation counts is what gloo ranks hold and send."""
+
+import dataclasses
+import json
+import math
+import pickle
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import model
+import parallel
+import pipeline
+import train
+
+ROOT = Path(train.__file__).parent
+
+
+def simulate(tmp_path, flags):
+    """OUT/simulation.json of `train.py flags`."""
+    train.main([*flags.split(), "--out", str(tmp_path)])
+    return json.loads((tmp_path / "simulation.json").read_text())
+
+
+# ---- against real ranks ------------------------------------------------------------------------
+
+
+def flight_record():
+    return pickle.loads(torch._C._distributed_c10d._dump_fr_trace(True, False, False))["entries"]
+
+
+def n_bytes(sizes, dtypes):
+    widths = {"Float": 4, "BFloat16": 2, "Long": 8, "Double": 8, "Int": 4, "Byte": 1}
+    return sum(math.prod(size) * widths[dtype] for size, dtype in zip(sizes, dtypes, strict=True))
+
+
+def allocator_peak_bytes(function):
+    """Most that torch's CPU allocator handed out at once during the call, from its own reports."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        function()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def real_step(flags):
+    """Sizes and collectives of this rank's third step, counted without parallel.Account."""
+    args = train.parse_args(flags.split())
+    config = train.resolve_args(args, dist.get_world_size())
+    job = train.build(args, config, torch.device("cpu"))
+    rows = args.global_batch_size // job.mesh["data"].size()
+    tokens = torch.randint(0, 200, (rows, args.seq_len), generator=torch.Generator().manual_seed(0))
+
+    def step():
+        train.train_step(
+            job, tokens, tokens, local_batch_size=args.local_batch_size, max_norm=args.max_norm
+        )
+
+    step(), step()
+    gradients, sent = [], Counter()
+    parameters = [p for part in job.parts for p in part.parameters()]
+    job.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(sum(p.grad.to_local().nbytes for p in parameters))
+    )
+    make_operation = dist.P2POp.__init__
+
+    def count_sends(self, op, tensor, *rest):  # gloo's flight recorder does not see these
+        if op is dist.isend:
+            sent.update(calls=1, bytes=tensor.nbytes)
+        make_operation(self, op, tensor, *rest)
+
+    dist.P2POp.__init__ = count_sends
+    before = len(flight_record())
+    peak = allocator_peak_bytes(step)
+    axes = {job.mesh[axis].get_group().group_name: axis for axis in ("data", "cp", "tp")}
+    axes |= {job.mesh[axis].get_group().group_name: axis for axis in ("dp_replicate", "fsdp", "pp")}
+    collectives = {}
+    for entry in flight_record()[before:]:
+        axis = axes.get(entry["process_group"][0], "several")
+        kind = entry["profiling_name"].removeprefix("gloo:")
+        size = n_bytes(entry["input_sizes"], entry["input_dtypes"])
+        if kind == "all_gather":  # the buffer that all ranks fill
+            size *= dist.distributed_c10d._resolve_process_group(entry["process_group"][0]).size()
+        row = collectives.setdefault(axis, {}).setdefault(kind, Counter())
+        row.update(calls=1, bytes=size)
+    if sent:
+        collectives["pp"]["send"] = sent
+    states = [job.optimizer.state[p] for p in parameters]
+    held = [parallel.local_tensor(t) for state in states for t in state.values()]
+    state_bytes = {
+        "parameters": sum(p.to_local().nbytes for p in parameters),
+        "gradients": gradients[0],
+        "optimizer": sum(t.nbytes for t in held),
+    }
+    return {"state_bytes": state_bytes, "collectives": collectives, "peak": peak}
+
+
+def as_gloo_sees_them(collectives):
+    """Simulated collectives in gloo's terms: its reduce-scatter is an all-reduce, of the input."""
+    seen = {}
+    for axis, kinds in collectives.items():
+        for kind, row in kinds.items():
+            gloo = {"reduce_scatter": "all_reduce"}.get(kind, kind)
+            if gloo != "recv":
+                total = seen.setdefault(axis, {}).setdefault(gloo, Counter())
+                total.update(calls=row["calls"], bytes=row["bytes"])
+    return seen
+
+
+MESHES = {
+    "dp 2, bf16": (2, "--local-batch-size 2 --param-dtype bf16"),
+    "tp 2": (2, "--tp 2 --local-batch-size 2"),
+    "pp 2": (2, "--pp 2"),
+    "dp 2 x tp 2 x pp 2": (8, "--tp 2 --pp 2"),
+    "replicate 2 x cp 2, recomputed, loss chunks": (
+        4,
+        "--dp-replicate 2 --cp 2 --ac full --loss-chunks 4",
+    ),
+    "pp 2 x tp 2, interleaved, op": (
+        4,
+        "--pp 2 --tp 2 --pp-schedule Interleaved1F1B --ac op --reshard always",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(name, tmp_path, monkeypatch):
+    """State and collectives to the byte; the peak within 10 %, for the kernels' inner buffers."""
+    world_size, flags = MESHES[name]
+    flags += "" if "--param-dtype" in flags else " --param-dtype fp32"
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
+    real = run_ranks(world_size, real_step, flags)
+    ranks = " ".join(map(str, range(world_size)))
+    simulated = simulate(tmp_path, f"{flags} --simulate {world_size} --simulate-rank {ranks}")
+    for rank, (mine, theirs) in enumerate(zip(simulated["ranks"], real, strict=True)):
+        assert mine["rank"] == rank
+        assert mine["state_bytes"] == theirs["state_bytes"]
+        assert as_gloo_sees_them(mine["collectives"]) == theirs["collectives"]
+        before = sum(mine["state_bytes"][kind] for kind in ("parameters", "optimizer"))
+        assert mine["peak_bytes"] == pytest.approx(before + theirs["peak"], rel=0.10)
+
+
+# ---- against closed forms ----------------------------------------------------------------------
+
+SMALL = "--simulate 1 --seq-len 64 --local-batch-size 2"
+
+
+def n_norms(config):
+    return (2 * config.n_layers + 1) * config.dim
+
+
+def test_flops_are_those_of_the_formula(tmp_path):
+    """All but the norms' parameters, which `flops_per_token` counts as if they multiplied."""
+    config = model.MODELS["debug"]
+    (rank,) = simulate(tmp_path, SMALL)["ranks"]
+    expected = 2 * 64 * (model.flops_per_token(config, 64) - 6 * n_norms(config))
+    assert rank["flops"]["forward"] * 3 == expected
+    assert rank["flops"]["backward"] == 2 * rank["flops"]["forward"]
+    assert rank["flops"]["recomputed"] == 0
+
+
+@pytest.mark.parametrize("ac, again", [("full", "wq wk wv wo w1 w3 core"), ("op", "wk wo w3")])
+def test_recomputed_flops_are_those_of_the_matmuls_not_saved(ac, again, tmp_path):
+    (rank,) = simulate(tmp_path, f"{SMALL} --ac {ac}")["ranks"]
+    c = model.MODELS["debug"]
+    kv = c.n_kv_heads * c.head_dim
+    per_token = {"wq": c.dim * c.dim, "wk": c.dim * kv, "wv": c.dim * kv, "wo": c.dim * c.dim}
+    per_token |= {name: c.dim * c.ffn_dim for name in ("w1", "w2", "w3")}
+    per_token["core"] = 2 * c.dim * 64  # scores and their product with v, over 64 positions
+    expected = 2 * 128 * c.n_layers * sum(per_token[name] for name in again.split())
+    assert rank["flops"]["recomputed"] == expected
+
+
+def test_tensor_parallel_ranks_share_the_flops(tmp_path):
+    (alone,) = simulate(tmp_path / "1", SMALL)["ranks"]
+    (shared,) = simulate(tmp_path / "2", SMALL.replace("simulate 1", "simulate 4 --tp 4"))["ranks"]
+    assert shared["flops"] == {phase: n // 4 for phase, n in alone["flops"].items()}
+
+
+def test_the_8b_row_of_the_paper(tmp_path):
+    """16 N / 8 bytes of state; blocks gathered twice and their gradients scattered once."""
+    found = simulate(tmp_path, f"@{ROOT}/recipes/llama3_8b.args --simulate 8")
+    (rank,) = found["ranks"]
+    N, c = 8_030_261_248, model.MODELS["8b"]
+    assert rank["parameters"] == N / 8
+    assert rank["state_bytes"] == {
+        "parameters": 4 * N / 8,
+        "gradients": 4 * N / 8,
+        "optimizer": 8 * N / 8 + 4 * len(rank["weights"]),  # with a step counter for each
+    }
+    head = c.vocab_size * c.dim  # the last unit is kept from forward to backward
+    gathered = 2 * (2 * (N - head - c.dim) + head + c.dim)  # bf16
+    sent = rank["collectives"]["fsdp"]
+    assert sent["all_gather"] == {"calls": 67, "bytes": gathered, "sent_bytes": gathered * 7 / 8}
+    assert sent["reduce_scatter"]["bytes"] == 4 * N  # float32
+    assert rank["peak_moment"]["module"] == "loss"
+    # torch's own MemTracker, an independent count of live tensors, gave 66.9 to 67.4 GiB
+    assert 66.9 <= rank["peak_bytes"] / 2**30 <= 67.4
+    assert sum(rank["peak_bytes_by_kind"].values()) == rank["peak_bytes"]
+
+
+def test_float8_all_gather_sends_half(tmp_path):
+    flags = "--simulate 8 --set dim=512 --float8 tensorwise"
+    plain, small = (
+        simulate(tmp_path / more, f"{flags} {more}")["ranks"][0]["collectives"]["fsdp"]
+        for more in ("", "--float8-all-gather")
+    )
+    c = dataclasses.replace(model.MODELS["debug"], dim=512)
+    linears = c.n_layers * (4 * c.dim * c.dim + 3 * c.dim * c.ffn_dim)  # all K = H here
+    assert plain["all_gather"]["bytes"] - small["all_gather"]["bytes"] == 2 * linears  # twice each
+
+
+def test_a_long_context_takes_no_mask(tmp_path):
+    """A chunk of 4096 queries sees up to 65,536 keys: as bytes, a mask would be 0.25 GiB."""
+    mask = parallel.lower_right(2**15, 2**18)
+    assert mask.untyped_storage().nbytes() < 100
+    assert (mask.seq_len_q, mask.seq_len_kv) == (2**15, 2**18)
+    flags = "--simulate 8 --cp 8 --seq-len 65536 --local-batch-size 1 --ac full --loss-chunks 8"
+    (rank,) = simulate(tmp_path, flags + " --set n_layers=1 dim=64 n_heads=2 n_kv_heads=2")["ranks"]
+    assert rank["peak_bytes"] < 2**28
+
+
+# ---- schedules ---------------------------------------------------------------------------------
+
+
+def test_interleaving_the_405b_gains_what_the_formula_says():
+    """(2p - 1) / (1.5p - 0.5) = 1.319 at p = m = 16; the paper's table 4 has 130 / 100."""
+    times = [
+        max(row[-1].end for row in pipeline.timeline(schedule, 16, 16)) / v
+        for schedule, v in (("1F1B", 1), ("Interleaved1F1B", 2))
+    ]
+    assert times[0] / times[1] == pytest.approx(31 / 23.5, rel=1e-12)
+
+
+def test_stage_durations_follow_the_flops():
+    """Two stages, 2 blocks and 1 block with a head of 3 blocks; half of a block is recomputed."""
+    stages = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", "output"]]
+    first, last = pipeline.stage_durations(stages, head=3.0, recomputed=0.5)
+    mean = (2 + 4) / 2
+    assert first == {"F": 2 / mean, "B": (4 + 1) / mean, "I": (2 + 1) / mean, "W": 2 / mean}
+    assert last == {"F": 4 / mean, "B": 8.5 / mean, "I": 4.5 / mean, "W": 4 / mean}
+
+
+def test_a_pipeline_shows_its_heavy_last_stage(tmp_path):
+    found = simulate(tmp_path, "--simulate 2 --pp 2 --set vocab_size=32768")
+    schedule = found["schedule"]
+    assert schedule["bubble"] > schedule["bubble_if_stages_were_equal"] == pytest.approx(1 / 5)
+    assert schedule["work"][1] > 1.5 > schedule["work"][0]
+    assert sum(schedule["work"]) == pytest.approx(2)
+    assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
+    assert schedule["in_flight"] == [2, 1]
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+def test_the_ranks_of_both_ends_are_the_default(tmp_path):
+    found = simulate(tmp_path, "--simulate 16 --pp 4 --tp 2 --local-batch-size 4")
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 12]
+    assert [rank["coordinates"]["pp"] for rank in found["ranks"]] == [0, 3]
+    assert found["ranks"][0]["stages"][0].startswith("tok_embeddings..")
+    assert found["ranks"][1]["stages"][0].endswith("..output")
+    assert {"name": "tok_embeddings.weight", "shape": [2048, 256], "split": {"fsdp": 0, "tp": 0},
+            "local_shape": [512, 256]} in found["ranks"][0]["weights"]  # fmt: skip
+
+
+def test_it_needs_no_data_tokenizer_or_hardware(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = "--tokenizer nowhere --data nowhere --memory-snapshot --compile --async-tp --tp 2"
+    assert len(simulate(tmp_path / "out", f"--simulate 2 {flags}")["ranks"]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--simulate 0", "--simulate 0 must be at least 1"),
+        ("--simulate 8 --simulate-rank 8", "--simulate-rank 8 is none of --simulate 8"),
+        ("--simulate-rank 1", "--simulate-rank [1] is about a simulation"),
+        ("--gpu-memory-gib 80", "--gpu-memory-gib 80.0 is about a simulation"),
+        ("--simulate 8 --gpu-memory-gib 0", "--gpu-memory-gib 0.0 must be greater than 0"),
+        ("--simulate 8 --tp 3", "make 6 ranks, but the world size is 8"),
+    ],
+)
+def test_wrong_commands_are_refused(flags, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        train.read_flags(flags.split())
+
+
+def test_it_is_not_started_by_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="conflicts with the 2 ranks that torchrun started"):
+        train.read_flags(["--simulate", "8"])
+
+
+def peak_bytes(tmp_path, flags):
+    return max(rank["peak_bytes"] for rank in simulate(tmp_path, flags)["ranks"])
+
+
+@pytest.mark.parametrize("flags", ["--simulate 2 --ac full", "--simulate 2 --pp 2 --ac full --set n_layers=2"])
+def test_the_largest_batch_fits_and_one_more_does_not(flags, tmp_path):
+    limit_gib = 0.1
+    fit = simulate(tmp_path, f"{flags} --gpu-memory-gib {limit_gib}")["fit"]
+    assert fit["fits"] and fit["changes"] == []
+    assert peak_bytes(tmp_path, f"{flags} {fit['largest_batch']}") <= limit_gib * 2**30
+    per_microbatch = 4 if "--pp" in flags else 1
+    size = int(re.search(r"--local-batch-size (\d+)", fit["largest_batch"])[1]) // per_microbatch
+    more = f"--local-batch-size {(size + 1) * per_microbatch}"
+    more += f" --microbatch-size {size + 1}" if "--pp" in flags else ""
+    assert peak_bytes(tmp_path, f"{flags} {more}") > limit_gib * 2**30
+
+
+def test_what_does_not_fit_is_told_what_to_change(tmp_path):
+    """Without recomputation the blocks' activations are most; the loss is small here."""
+    flags = "--simulate 2 --local-batch-size 8 --set n_layers=4"
+    now = peak_bytes(tmp_path, flags)
+    fit = simulate(tmp_path, f"{flags} --gpu-memory-gib {now * 0.6 / 2**30}")["fit"]
+    assert not fit["fits"]
+    change, peak = fit["changes"][-1]
+    assert "--ac" in change and peak <= now * 0.6
+    assert peak_bytes(tmp_path, f"{flags} {change}") == peak
+    sizes = [size for _, size in fit["changes"]]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_nothing_helps_where_the_state_is_too_large(tmp_path):
+    fit = simulate(tmp_path, "--simulate 1 --gpu-memory-gib 0.01 --set n_layers=1")["fit"]
+    assert not fit["fits"] and fit["largest_batch"] is None
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in ROOT.glob("recipes/llama3*.args")))
+def test_every_recipe_is_simulated_in_time_and_memory(recipe, tmp_path):
+    """Each names its number of GPUs in its first line. 405B: under 9 min and 8 GiB for 2 ranks."""
+    text = (ROOT / "recipes" / f"{recipe}.args").read_text()
+    world_size = re.search(r"on (\d+) GPUs", text.splitlines()[0])[1]
+    command = [sys.executable, str(ROOT / "train.py"), f"@{ROOT}/recipes/{recipe}.args"]
+    command += ["--simulate", world_size, "--out", str(tmp_path)]
+    measured = f"import resource, subprocess; subprocess.run({command!r}, check=True); " + (
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", measured], capture_output=True, text=True, timeout=540, check=True
+    )
+    assert int(done.stdout.splitlines()[-1]) * 2 < 8 * 2**20  # KiB of one rank; there are two
+    assert Path(tmp_path, "simulation.json").exists()
