@@ -16,9 +16,10 @@
 
 A save, with training above the line and a thread below it:
 
-    step 200 | stage | forward, backward | wait_for_staging | update | step 202 | step 203 ...
-    ---------+-------+-------------------+------------------+--------+------------------------
-                     write, fsync own file | all done: rank 0 writes .metadata, renames, prunes
+    step 200 | forward, backward | wait_for_staging | update | step 202 | step 203 ...
+    ---------+-------------------+------------------+--------+------------------------
+             stage      | plan, write, fsync own file | all done: rank 0 writes .metadata,
+                                                        renames, prunes
 
 Staging copies the state to host memory, so the files hold step 200 although the weights move on.
 A checkpoint counts from the rename on: what a kill or a full disk tears before it does no harm. Not
@@ -54,9 +55,11 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 import uuid
 import warnings
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,7 +70,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 # ---- 1. Names in the folder --------------------------------------------------------------------
@@ -182,19 +184,29 @@ def lock_folder(folder):
 # ---- 2. What is saved --------------------------------------------------------------------------
 
 
+def local_part(tensor):
+    """This rank's part of a tensor, same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def with_local_part(tensor, local):
+    """Like `tensor`, with another part of the same shape."""
+    if not isinstance(tensor, DTensor):
+        return local
+    # not from_local: on a GPU's mesh it would move a part in host memory to the GPU
+    return DTensor(local, tensor._spec, requires_grad=False)
+
+
 def plain(tensor):
     """The tensor without a wrapping subclass (torchao's weight for float8 gathers), same memory.
 
     As they are, they would be pickled as torchao's classes, for a Python with torchao only.
     """
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     if not hasattr(local, "__tensor_flatten__"):
         return tensor
     inner = getattr(local, local.__tensor_flatten__()[0][0])  # torch's protocol for such classes
-    if not isinstance(tensor, DTensor):
-        return inner
-    whole = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-    return DTensor.from_local(inner, tensor.device_mesh, tensor.placements, **whole)
+    return with_local_part(tensor, inner)
 
 
 def build_state(model_parts, optimizer) -> dict[str, torch.Tensor]:
@@ -287,11 +299,46 @@ class PublishingWriter(dcp.FileSystemWriter):
         apply_retention(self.final.parent, **self.retention)
 
 
+class StagingPlanner(dcp.DefaultSavePlanner):
+    """DCP's planner, which has it write a copy in host memory in place of the live tensors.
+
+    DCP calls `set_up_planner` first, on every rank, and gives what it raises to all ranks.
+    (`dcp.async_save` stages before that, tensor by tensor: it held the debug model's loop up for 25
+    to 50 ms, and a rank that fails there leaves the others waiting.)
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.host = None  # {key: tensor}, made by the first save, overwritten by all later ones
+        self.staged = threading.Event()
+
+    @torch.no_grad()
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        """In the thread that saves: copy, let the optimizer go on, plan."""
+        if self.host is None:
+            self.host = {
+                key: with_local_part(tensor, empty_on_host(local_part(tensor)))
+                for key, tensor in state_dict.items()
+            }
+        copies = [local_part(self.host[key]) for key in state_dict]
+        # one call, and without Python's lock, so that the loop goes on meanwhile
+        torch._foreach_copy_(copies, list(map(local_part, state_dict.values())), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        self.staged.set()
+        super().set_up_planner(self.host, storage_meta, is_coordinator)
+
+
+def empty_on_host(tensor):
+    """Host memory for a copy; a GPU copies in the background only if it is pinned."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
+
+
 class Checkpointer:
     """Saves the states of one run into `folder`. Every method is for all ranks together.
 
-    mode         "async": `save` returns once the state is staged (CPU) or staging (GPU), and a
-                 thread writes; costs a copy of the state in host memory. "sync": `save` writes.
+    mode         "async": a thread copies the state to host memory, while the loop goes on as far as
+                 `wait_for_staging`, and writes the copy. "sync": `save` writes, without a copy.
     keep_latest  published checkpoints to keep beside `protected_step`; 0 keeps all.
     Raises:      CheckpointError, on every rank, if a save failed: at once if "sync", otherwise at
                  the next `save` (which has then begun the new one), `wait` or `close`. To be
@@ -305,14 +352,13 @@ class Checkpointer:
         # its own group: the thread's messages must not mix with those of training, nor need a GPU.
         # gloo's 30 minutes bound the time from the first rank's end of writing to the last one's.
         self.group = dist.new_group(backend="gloo")
+        unique = [uuid.uuid4().hex[:8]]  # a killed run may have left its files of the same step
+        dist.broadcast_object_list(unique, src=0, group=self.group)
+        self.unique = unique[0]
         self.in_flight = None  # (step, writer, function that returns when all is written)
-        self.staging = None  # future
-        on_gpu = torch.accelerator.is_available()
-        options = StagingOptions(
-            use_pinned_memory=on_gpu, use_shared_memory=False, use_non_blocking_copy=on_gpu,
-            use_async_staging=on_gpu,  # on a CPU it would compete with training for the cores
-        )  # fmt: skip
-        self.stager = DefaultStager(options)
+        self.thread, self.planner = ThreadPoolExecutor(max_workers=1), StagingPlanner()
+        # copies must not queue behind the next step's kernels; also tells the thread its GPU
+        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def save(self, step: int, model_parts, optimizer, train_state: dict) -> None:
         """Begin to save step `step`, also if the save before turns out to have failed."""
@@ -324,29 +370,30 @@ class Checkpointer:
         self.begin(step, build_state(model_parts, optimizer), train_state)
 
     def begin(self, step, state, train_state):
-        unique = [uuid.uuid4().hex[:8]]  # a killed save of this step may have left its files
-        dist.broadcast_object_list(unique, src=0, group=self.group)
         final = checkpoint_path(self.folder, step)
-        temporary = final.with_name(f"{final.name}.tmp-{unique[0]}")
+        temporary = final.with_name(f"{final.name}.tmp-{self.unique}")
         text = json.dumps(train_state, indent=1)
         writer = PublishingWriter(temporary, final, train_state=text, retention=self.retention)
-        where = {"storage_writer": writer, "process_group": self.group}
+        if self.stream:
+            torch.cuda.synchronize()  # which that stream does not wait for
         if self.mode == "sync":
-            self.in_flight = step, writer, partial(dcp.save, state, **where)
+            self.in_flight = step, writer, partial(self.write, state, writer, planner=None)
             return self.wait()
-        if torch.accelerator.is_available():
-            # staging runs on a stream of its own, which does not wait for the optimizer's kernels
-            torch.accelerator.synchronize()
-        response = dcp.async_save(state, async_stager=self.stager, **where)
-        self.staging = getattr(response, "staging_completion", None)  # None: staged already
-        upload = getattr(response, "upload_completion", response)
-        self.in_flight = step, writer, upload.result
+        self.planner.staged.clear()
+        future = self.thread.submit(self.write, state, writer, planner=self.planner)
+        self.in_flight = step, writer, future.result
+
+    def write(self, state, writer, *, planner):
+        try:
+            with torch.cuda.stream(self.stream):  # None: nothing happens
+                dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
+        finally:
+            self.planner.staged.set()  # if it failed before
 
     def wait_for_staging(self) -> None:
         """Return when the state is copied: to be called before the weights may change."""
-        if self.staging is not None:
-            self.staging.exception()  # waits; an error in there comes out of `wait`
-            self.staging = None
+        if self.in_flight is not None:
+            self.planner.staged.wait()  # an error of the copying comes out of `wait`
 
     def wait(self) -> None:
         """Join the save in flight, if any: return when it is published, or raise why it is not."""
@@ -365,11 +412,11 @@ class Checkpointer:
             ) from error
 
     def close(self) -> None:
-        """Join the last save and free the staging memory; raises as `wait` does."""
+        """Join the last save and end the thread; raises as `wait` does."""
         try:
             self.wait()
         finally:
-            self.stager.close()
+            self.thread.shutdown()
 
 
 # ---- 4. Loading --------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import os
 import pickle
 import shutil
 import signal
+import statistics
 import threading
 import time
 from functools import partial
@@ -30,7 +31,7 @@ import checkpoint
 import float8
 import parallel
 import pipeline
-from model import ModelConfig, Transformer, draw_weight
+from model import MODELS, ModelConfig, Transformer, draw_weight
 
 # odd on purpose: a norm of 4 on 3 ranks leaves one of them nothing, 257 divides by nothing
 CONFIG = ModelConfig(4, 5, 2, 2, 6, vocab_size=257)
@@ -319,6 +320,8 @@ def check_async(folder):
     release = threading.Event()
     write = checkpoint.PublishingWriter.write_data
     checkpoint.PublishingWriter.write_data = lambda *a: (release.wait(30), write(*a))[1]
+    copy = torch._foreach_copy_  # late, so that who does not wait for it changes what it copies
+    torch._foreach_copy_ = lambda *a, **kw: (time.sleep(0.3), copy(*a, **kw))[1]
     saver = checkpoint.Checkpointer(folder, mode="async", keep_latest=0)
     for step in (3, 6):  # twice: the second save reuses the staging memory of the first
         fill(parts, optimizer, step, shapes)
@@ -340,6 +343,74 @@ def check_async(folder):
 
 def test_an_async_save_holds_the_values_of_its_step(tmp_path):
     run_ranks(2, check_async, tmp_path)
+    assert checkpoint.unpublished(tmp_path) == []
+
+
+def stalls(folder, config):
+    """Median time (s) for which a loop stands still per save: {mode: (first, median of the rest)}.
+
+    In turns, and each in a loop of its own, so that what the machine does meanwhile hits both.
+    """
+    model = Transformer(config, seq_len=SEQ_LEN)
+    optimizer = build_optimizer([model], foreach=None, fused=True)
+    seen, savers = {}, {}
+    for mode in ("sync", "async"):
+        savers[mode] = checkpoint.Checkpointer(folder / mode, mode=mode, keep_latest=1)
+        seen[mode] = []
+    for step in range(1, 7):
+        for mode, saver in savers.items():
+            train(model, optimizer, step)
+            start_s = time.perf_counter()
+            saver.save(step, [model], optimizer, {})
+            stall_s = time.perf_counter() - start_s
+            optimizer.zero_grad()
+            model(torch.zeros(1, SEQ_LEN, dtype=torch.int64)).logsumexp(-1).sum().backward()
+            start_s = time.perf_counter()
+            saver.wait_for_staging()
+            seen[mode].append(stall_s + time.perf_counter() - start_s)
+            optimizer.step()
+            saver.wait()
+    for saver in savers.values():
+        saver.close()
+    return {mode: (times[0], statistics.median(times[1:])) for mode, times in seen.items()}
+
+
+LARGE = ModelConfig(768, 10, 12, 12, 2048, vocab_size=32768)  # 121 M parameters, 1.4 GiB of state
+
+
+@pytest.mark.parametrize("config", [MODELS["debug"], pytest.param(LARGE, marks=pytest.mark.soak)])
+def test_an_async_save_holds_training_up_for_a_fifth_of_a_sync_one(tmp_path, config):
+    seen = run_ranks(1, stalls, tmp_path, config)[0]
+    assert seen["async"][1] < seen["sync"][1] / 5, seen
+
+
+def check_failed_staging(folder):
+    parts, _ = build("dp2")
+    optimizer = build_optimizer(parts)
+    saver = checkpoint.Checkpointer(folder, mode="async", keep_latest=0)
+    make, left = checkpoint.empty_on_host, [7]
+
+    def no_memory(tensor):
+        left[0] -= 1
+        if dist.get_rank() == 1 and left[0] == 0:
+            raise MemoryError("no room for a copy")
+        return make(tensor)
+
+    checkpoint.empty_on_host = no_memory
+    for step in (3, 6):
+        fill(parts, optimizer, step, shapes_of(CONFIG))
+        saver.save(step, parts, optimizer, {})
+        saver.wait_for_staging()  # returns
+        if step == 3:
+            with pytest.raises(checkpoint.CheckpointError, match="step 3 .*rank 1.*no room"):
+                saver.wait()
+    saver.close()
+    check_loads(folder, 6, "dp2")
+
+
+def test_a_rank_without_memory_for_the_copy_fails_the_save_on_all_ranks_and_not_the_next(tmp_path):
+    run_ranks(2, check_failed_staging, tmp_path)
+    assert checkpoint.list_checkpoints(tmp_path) == [6]
     assert checkpoint.unpublished(tmp_path) == []
 
 

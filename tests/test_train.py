@@ -1,10 +1,12 @@
 """train.py: against the plainest loop, over resumes and meshes, and what it refuses."""
 
 import ast
+import errno
 import json
 import math
 import os
 import pickle
+import pkgutil
 import random
 import re
 import shlex
@@ -35,6 +37,7 @@ TINY = (
     "--local-batch-size 2 --log-every 1 --data text"
 )
 SHARD_BATCH = "--global-batch-size 8"
+WRITER = "checkpoint:PublishingWriter"
 
 
 @pytest.fixture(scope="module")
@@ -195,15 +198,20 @@ def note_windows(rank):
 def test_resuming_on_other_meshes_reads_the_same_windows_and_gives_the_same_losses(folder):
     constant = "--decay-ratio 0 --warmup-steps 0 --optimizer sgd --lr 0.3"
     flags = f"{SHARD_BATCH} --checkpoint-every 3 {constant}"
-    train_on(1, f"{flags} --steps 12 --out one", folder)
-    for world_size, steps, mesh in ((1, 3, ""), (2, 6, ""), (4, 9, "--tp 2"), (1, 12, "")):
-        train_on(world_size, f"{flags} {mesh} --steps {steps} --out moved", folder, note_windows)
+    train_on(1, f"{flags} --steps 21 --out one", folder)
+    meshes = (
+        (1, ""), (2, ""), (4, "--tp 2"), (2, "--pp 2 --local-batch-size 4"), (2, "--cp 2"),
+        (4, "--dp-replicate 2"), (1, ""),
+    )  # fmt: skip
+    for i, (world_size, mesh) in enumerate(meshes):
+        run = f"{flags} {mesh} --steps {3 * i + 3} --out moved"
+        train_on(world_size, run, folder, note_windows)
     # float32 sums in another order; SGD keeps the difference that small
     assert losses_of(folder, "moved") == pytest.approx(losses_of(folder, "one"), rel=1e-5)
-    assert [row["step"] for row in metrics_of(folder, "moved")] == list(range(1, 13))
+    assert [row["step"] for row in metrics_of(folder, "moved")] == list(range(1, 22))
     lines = [line for path in folder.glob("windows-*.txt") for line in path.read_text().split("\n")]
     seen = dict(map(int, line.split()) for line in lines if line)
-    assert sorted(seen)[: 12 * 8] == list(range(12 * 8)), "positions are consecutive"
+    assert sorted(seen)[: 21 * 8] == list(range(21 * 8)), "positions are consecutive"
     assert len({*lines} - {""}) == len(seen), "a position means one window on every mesh"
     n_windows = max(seen.values()) + 1
     first_epoch = [seen[p] for p in range(n_windows)]
@@ -216,6 +224,8 @@ def test_a_finished_run_says_so_and_can_be_extended(folder):
     output = train_on(1, "--steps 3 --lr 0.5 --out finished", folder)
     assert "flags changed since the checkpoint" in output and "lr 0.002 -> 0.5" in output
     assert [row["step"] for row in metrics_of(folder, "finished")] == [1, 2, 3]
+    # the warmup is cut to the run: steps 1 and 2 of 2 to a peak of 0.002, then step 3 of 3 to 0.5
+    assert [row["lr"] for row in metrics_of(folder, "finished")] == [0.001, 0.002, 0.5]
     state = json.loads((folder / "finished/checkpoints/step-00000003/train.json").read_text())
     assert (state["step"], state["sequences"], state["tokens"]) == (3, 6, 6 * 32)
 
@@ -248,6 +258,45 @@ def test_what_does_not_fit_the_checkpoint_is_refused(folder, flags, message):
     assert codes == [1]
     assert re.search(message, outputs[0]) and "Traceback" not in outputs[0], outputs[0]
     assert (folder / "fixed" / "metrics.jsonl").read_text() == before
+
+
+def test_a_corrupt_newest_checkpoint_is_named_and_never_replaced_by_an_older_or_fresh_start(folder):
+    flags = f"{TINY} --steps 6 --checkpoint-every 2 --out corrupt"
+    train_on(1, "--steps 4 --checkpoint-every 2 --out corrupt", folder)
+    newest = folder / "corrupt/checkpoints/step-00000004"
+    os.truncate(newest / "__0_0.distcp", 5000)
+    before = (folder / "corrupt/metrics.jsonl").read_text()
+    codes, outputs = run_program(1, flags, cwd=folder)
+    assert codes == [1] and "Traceback" not in outputs[0], outputs[0]
+    assert re.search(r"error: --resume 4 conflicts with .*step \(there: 2\)", outputs[0])
+    assert (folder / "corrupt/metrics.jsonl").read_text() == before and newest.exists()
+    output = train_on(1, flags.removeprefix(TINY) + " --resume 2", folder)  # what it offers
+    assert "at step 2" in output and "set aside" in output
+    assert [row["step"] for row in metrics_of(folder, "corrupt")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_init_from_takes_weights_alone_and_begins_at_step_and_window_zero(folder):
+    """Into an --out that exists and is empty, and on another mesh."""
+    train_on(1, f"{SHARD_BATCH} --steps 3 --lr 0.3 --optimizer sgd --out seed", folder)
+    (folder / "seeded").mkdir()
+    flags = f"{SHARD_BATCH} --steps 2 --lr 0.1 --warmup-steps 4 --init-from seed --out seeded"
+    assert "at step 0" in train_on(2, flags, folder)
+    rows = metrics_of(folder, "seeded")
+    assert [(row["step"], row["tokens"]) for row in rows] == [(1, 8 * 32), (2, 16 * 32)]
+    assert [row["lr"] for row in rows] == [0.05, 0.1], "the warmup, cut to 2 steps, from its start"
+    config = model.ModelConfig(32, 2, 4, 2, 48, vocab_size=300)
+    transformer = model.Transformer(config, seq_len=32)
+    stored = flatten(final_weights(folder, "seed", 3))
+    stored = {key.removeprefix(".").removeprefix("model."): t for key, t in stored.items()}
+    transformer.load_state_dict({n: stored[n] for n, _ in transformer.named_parameters()})
+    tokens = data.open_tokens(
+        str(folder / "text"), "bytes", cache_dir=folder / ".cache", is_builder=True
+    )
+    inputs, labels = data.batch_at(tokens, range(8), seq_len=32, seed=0)
+    logits = transformer(inputs).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels.flatten()).item()
+    assert rows[0]["loss"] == pytest.approx(loss, rel=1e-6)  # float32 sums in another order
+    assert "is not looked at" in train_on(2, flags.replace("--steps 2", "--steps 3"), folder)
 
 
 # ---- 3. Steps that go wrong --------------------------------------------------------------------
@@ -300,6 +349,126 @@ def test_sigterm_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint(fold
     assert step in (5, 6, 7)
     assert [row["step"] for row in metrics_of(folder, out)] == list(range(1, step + 1))
     assert "resumed" in train_on(1, flags.replace(mesh, "").replace("50", "8"), folder)
+
+
+def signal_during(holder, name, call, number=signal.SIGTERM, pause_s=0):
+    """A `before`: rank 1 gets a signal in the `call`-th call, from 1, of a function of `holder`."""
+
+    def before(rank):
+        namespace = pkgutil.resolve_name(holder)  # in the forked rank: inductor starts threads
+        original, calls = getattr(namespace, name), []
+
+        def function(*args, **options):
+            calls.append(1)
+            if rank == 1 and len(calls) == call:
+                os.kill(os.getpid(), number)
+                time.sleep(pause_s)
+            return original(*args, **options)
+
+        setattr(namespace, name, function)
+
+    return before
+
+
+def signal_twice(rank):
+    signal_during("train", "evaluate", 1)(rank)
+    signal_during(WRITER, "write_data", 1)(rank)
+
+
+@pytest.mark.parametrize(
+    "moment, flags, before, earliest",
+    [
+        # inductor is called for the first block, in the forward pass of the first step
+        ("compile", "--compile", signal_during("torch._inductor.compile_fx", "compile_fx", 1), 1),
+        ("evaluation", "", signal_during("train", "evaluate", 1), 2),
+        # the save of step 3 is the first
+        ("sync-save", "--checkpoint-mode sync", signal_during(WRITER, "write_data", 1), 3),
+        # the writer is still at work when the run ends, and `close` waits for it
+        ("async-save", "", signal_during(WRITER, "write_data", 1, pause_s=2), 3),
+        # one to stop, and one while the save that this brings is written
+        ("second", "--checkpoint-every 50", signal_twice, 2),
+        ("ctrl-c", "", signal_during("train", "forward_backward", 3, signal.SIGINT), 3),
+    ],
+)
+def test_a_signal_at_any_moment_ends_the_run_with_a_checkpoint(
+    folder, moment, flags, before, earliest
+):
+    steady = "--warmup-steps 0 --decay-ratio 0 --optimizer sgd --lr 0.3 --val-data text"
+    common = f"{SHARD_BATCH} --checkpoint-every 3 --val-every 2 {steady}"
+    if not (folder / "no-signal").exists():
+        train_on(2, f"{common} --steps 9 --out no-signal", folder)
+    out = f"signal-{moment}"
+    output = train_on(2, f"{common} --steps 50 {flags} --out {out}", folder, before)  # status 0
+    step = int(re.search(r"stopped by a rank at step (\d+); checkpoint in", output)[1])
+    # told in the same step or the next (the watching thread may be late by one), read one later
+    assert earliest < step <= earliest + 3
+    names = sorted(path.name for path in (folder / out / "checkpoints").iterdir())
+    assert names[-1] == f"step-{step:08}" and not any("tmp" in name for name in names), names
+    assert f"at step {step}" in train_on(2, f"{common} --steps 9 --out {out}", folder)
+    # a compiled block sums in another order; SGD keeps the difference that small
+    rel = 1e-5 if "--compile" in flags else 0
+    assert losses_of(folder, out) == pytest.approx(losses_of(folder, "no-signal"), rel=rel, abs=0)
+
+
+def interrupt_twice(rank):
+    """In a forked rank: Ctrl-C in the second step and once more in the third, on every rank."""
+    original, calls = train.forward_backward, []
+
+    def forward_backward(*args):
+        calls.append(1)
+        if len(calls) in (2, 3):
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
+    train.forward_backward = forward_backward
+
+
+def test_a_second_ctrl_c_interrupts_at_once_with_one_line(folder):
+    start = time.perf_counter()
+    flags = f"{TINY} --steps 50 --checkpoint-every 1 --out twice"
+    codes, outputs = run_program(2, flags, cwd=folder, before=interrupt_twice)
+    assert codes[0] == 1 and codes[1] != 0 and time.perf_counter() - start < 60
+    assert re.findall("error: .*", outputs[0]) == [
+        "error: interrupted; the steps since the last checkpoint are lost"
+    ]
+    assert "Traceback" not in outputs[0] + outputs[1] and "error" not in outputs[1]
+    assert (folder / "twice/checkpoints/step-00000001").exists()
+
+
+def fill_the_disk(step):
+    """A `before`: rank 1 finds no space for its part of the checkpoint of a step."""
+
+    def before(rank):
+        writer = train.checkpoint.PublishingWriter
+        write = writer.write_data
+
+        def write_data(self, *args):
+            if rank == 1 and self.final.name.endswith(f"{step:08}"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(self, *args)
+
+        writer.write_data = write_data
+
+    return before
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_full_disk_is_loud_and_training_goes_on(folder, mode):
+    flags = f"--steps 6 --checkpoint-every 2 --checkpoint-mode {mode} --out full-{mode}"
+    output = train_on(2, flags, folder, fill_the_disk(step=4))
+    told = r"WARNING: the save of step 4 failed \(rank 1, .*No space left.*newest .* 2; training"
+    assert re.search(told, output), output
+    names = {path.name for path in (folder / f"full-{mode}/checkpoints").iterdir()}
+    assert names == {"step-00000002", "step-00000006"}, "nothing of the failed one is left"
+
+
+def test_a_last_save_that_fails_is_an_error(folder):
+    flags = f"{TINY} --steps 4 --checkpoint-every 2 --out full-end"
+    codes, outputs = run_program(2, flags, cwd=folder, before=fill_the_disk(step=4))
+    assert codes[0] == 1 and codes[1] != 0
+    assert "error: the save of step 4 failed (rank 1, " in outputs[0], outputs[0]
+    assert "Traceback" not in outputs[0] + outputs[1]
+    assert "resumed" in train_on(2, "--steps 4 --checkpoint-every 2 --out full-end", folder)
 
 
 def drift(rank):
@@ -409,9 +578,7 @@ def kill_and_compare(folder, n_kills, seed):
     out, killed = f"killed-{seed}", 0
     for _ in range(n_kills):
         before = kill_after(generator.uniform(0.0, 1.5), generator.randrange(2))
-        codes, outputs = run_program(
-            2, f"{TINY} {flags} --out {out}", cwd=folder, before=before
-        )
+        codes, outputs = run_program(2, f"{TINY} {flags} --out {out}", cwd=folder, before=before)
         killed += -signal.SIGKILL in codes
         assert "is published but" not in outputs[0], outputs[0]
         if (folder / f"{out}/checkpoints/step-00000040").exists():
@@ -480,9 +647,7 @@ def evaluate_on_ranks(folder, n_sequences):
     tokens.n_windows = lambda seq_len: n_sequences
     inputs, labels = data.validation_batch_at(tokens, range(n_sequences), seq_len=32)
     plain = model.Transformer(config, seq_len=32)
-    plain.load_state_dict(
-        {n: parallel.whole_tensor(p) for n, p in job.parts[0].named_parameters()}
-    )
+    plain.load_state_dict({n: parallel.whole_tensor(p) for n, p in job.parts[0].named_parameters()})
     logits = plain(inputs).flatten(0, 1)
     reference = torch.nn.functional.cross_entropy(logits, labels.flatten())
     return train.evaluate(job, tokens, args), reference.item()
@@ -510,7 +675,7 @@ def test_metrics_have_the_documented_keys(folder):
     train_on(1, "--steps 2 --out keys", folder)
     keys = "step loss grad_norm lr tokens tokens_per_s tokens_per_s_per_device tflops mfu "
     rows = metrics_of(folder, "keys")
-    assert all(list(row) == (keys + "memory_gib data_s").split() for row in rows)
+    assert all(list(row) == (keys + "memory_gib alloc_retries data_s").split() for row in rows)
     assert rows[-1]["mfu"] is None, "no peak is known for a CPU"
     assert rows[-1]["tokens"] == 2 * 2 * 32
 
@@ -639,11 +804,62 @@ def test_torchrun_restarts_after_a_killed_rank_and_the_run_resumes_by_itself(fol
     assert [row["step"] for row in metrics_of(folder, "restarted")] == list(range(1, 10))
 
 
-def test_two_agents_form_one_job(folder):
-    """As on two hosts: each starts its own torchrun, and they meet at a rendezvous."""
+HOST_DIES = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import train
+original, calls = train.train_step, []
+def train_step(*args, **options):
+    calls.append(1)
+    if "HOST_DIES" in os.environ and len(calls) == 8:
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args, **options)
+train.train_step = train_step
+train.run()
+"""
+
+
+def test_when_a_host_is_lost_the_other_goes_on_with_fewer_ranks(folder):
+    """Two agents; one is killed with its rank and never comes back."""
+    (folder / "host_dies.py").write_text(HOST_DIES.format(root=str(ROOT)))
+    flags = f"{SHARD_BATCH} --steps 12 --checkpoint-every 3 --optimizer sgd --lr 0.3 --out"
+    port = free_port()
+    # with torchrun's own 15 s without a heartbeat and 30 s for late comers this would take a minute
+    seconds = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    agents = [
+        subprocess.Popen(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2",
+                "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d",
+                "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"{seconds},is_host={host}",
+                "host_dies.py", *shlex.split(f"{TINY} {flags} fewer --checkpoint-mode sync"),
+            ],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | ({} if host else {"HOST_DIES": "1"}),
+        )
+        for host in (1, 0)
+    ]  # fmt: skip
+    outputs = [agent.communicate(timeout=120) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, -signal.SIGKILL], outputs
+    # rank 0 may be on either host, and only it prints
+    assert any("ranks  2 on cpu" in stdout for stdout, _ in outputs), outputs
+    assert "ranks  1 on cpu" in outputs[0][0] and "at step 6" in outputs[0][0]
+    train_on(1, f"{flags} as-one", folder)
+    assert [row["step"] for row in metrics_of(folder, "fewer")] == list(range(1, 13))
+    # float32 sums in another order; SGD keeps the difference that small
+    assert losses_of(folder, "fewer") == pytest.approx(losses_of(folder, "as-one"), rel=1e-5)
+
+
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def test_two_agents_form_one_job(folder):
+    """As on two hosts: each starts its own torchrun, and they meet at a rendezvous."""
+    port = free_port()
     flags = f"{TINY} --steps 2 --optimizer sgd --lr 0.3 --local-batch-size 4 --out"
     agents = [
         subprocess.Popen(
