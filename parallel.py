@@ -31,6 +31,9 @@ The order in which train.py applies them is pp split -> float8 -> tp -> cp -> ac
 checkpointing -> compile -> fsdp, all on the meta device; then `materialise` gives every rank its
 slice of weights that do not depend on the mesh.
 
+What these sends add up to on a given mesh, and what a rank holds meanwhile, `Account` (§10) counts:
+train.py's --simulate prints it.
+
 Gradients are sums, not means: the loss is divided by the global number of valid tokens before the
 backward pass, so that every reduction here is a plain sum and no mesh needs a factor of its own.
 
@@ -191,8 +194,8 @@ def cp_positions(seq_len, *, cp, cp_rank):
 def lower_right(n_queries, n_keys):
     """The causal mask of the last `n_queries` positions among `n_keys`: a note to the kernel.
 
-    torch's own constructor allocates 8 n_queries n_keys bytes which nothing reads: 32 GiB at 262,144
-    tokens on 8 ranks.
+    torch's own constructor allocates 8 n_queries n_keys bytes which nothing reads: 32 GiB at
+    262,144 tokens on 8 ranks.
     """
     bias = causal_lower_right(1, 1)
     bias.seq_len_q, bias.seq_len_kv = n_queries, n_keys
@@ -598,11 +601,9 @@ class Account(TorchDispatchMode):
 
     def __init__(self, parts, optimizer, mesh):
         super().__init__()
-        # an axis may span all ranks, and another one too: the name of the first is taken
-        self.axes = {
-            mesh[axis].get_group().group_name: axis
-            for axis in ("data", "cp", "tp", "dp_replicate", "fsdp", "pp")
-        }
+        # where several axes span all ranks, and so share a group, the later name counts
+        axes = ("data", "cp", "tp", "dp_replicate", "fsdp", "pp")
+        self.axes = {mesh[axis].get_group().group_name: axis for axis in axes}
         self.events, self.kinds, self.sizes = [], [], []
         self.numbers = WeakIdKeyDictionary()  # storage -> its number
         self.young = []  # storages made in a backward pass that is still going on
@@ -649,10 +650,10 @@ class Account(TorchDispatchMode):
         """Count tensors that live from step to step, or say of counted ones that they are such."""
         self.state_bytes[kind] = count_bytes(tensors)
         for plain in (plain for tensor in tensors for plain in plain_tensors(tensor)):
-            self.kinds[self.number(plain, kind, ("before", "", ""))] = kind
+            self.kinds[self.register(plain, kind, ("before", "", ""))] = kind
 
-    def number(self, tensor, kind, moment):
-        """The number of the tensor's storage, which is counted if it is a new one."""
+    def register(self, tensor, kind, moment):
+        """The number of the tensor's storage; a new one is counted, as being of this kind."""
         storage = tensor.untyped_storage()
         number = self.numbers.get(storage)
         if number is None:
@@ -706,12 +707,13 @@ class Account(TorchDispatchMode):
                 if self.sizes[number]:
                     self.kinds[number] = "gradients"
             self.young = []
+        moment = phase, self.place, op.__name__
         kind = "activations" if phase in ("forward", "recomputed") else "temporary"
         for tensor in tensors_in(result):
-            self.number(tensor, kind, (phase, self.place, op.__name__))
-        if op.namespace == "fsdp":
+            self.register(tensor, kind, moment)
+        if op.namespace == "fsdp":  # copies into buffers: `out`, or the second argument
             for tensor in tensors_in(kwargs.get("out", args[1:2])):
-                self.kinds[self.number(tensor, kind, None)] = "gathered"
+                self.kinds[self.register(tensor, kind, moment)] = "gathered"
         if op.namespace in ("c10d", "_c10d_functional"):
             self.count_collective(op, args, result)
         if flops := count_flops(op, args, kwargs, result):
@@ -722,6 +724,7 @@ class Account(TorchDispatchMode):
         name = op.overloadpacket.__name__
         if name in ("wait_tensor", "barrier"):
             return
+        assert name in COLLECTIVES, f"{op} is a collective that nobody accounts for"
         kind = COLLECTIVES[name]
         named = dict(zip((a.name for a in op._schema.arguments), args, strict=False))
         if "process_group" in named:

@@ -1128,8 +1128,8 @@ def trace_rank(args, config, rank):
     """Build the job of one rank and take one step, with a fake process group and fake tensors.
 
     A fake tensor has a shape and a storage of some size, but no memory; a fake group's collectives
-    return at once. Model, parallelisms, schedule and step are those of a real run, but for
-    --compile and --async-tp, which have no effect here.
+    return at once. Model, parallelisms, schedule and step are those of a real run, but that
+    --compile and --async-tp have no effect, and mxfp8 is emulated, for want of its kernels.
 
     Returns: {what: value}, an entry of OUT/simulation.json; "plan" is what `build` printed.
     """
@@ -1137,6 +1137,7 @@ def trace_rank(args, config, rank):
 
     started_s = time.perf_counter()
     args = argparse.Namespace(**vars(args) | {"compile": False, "async_tp": False})
+    args.float8_emulate |= args.float8 == "mxfp8"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.simulate)
     memory, plan = FakeTensorMode(allow_non_fake_inputs=True), io.StringIO()
     with redirect_stdout(plan):
@@ -1224,14 +1225,17 @@ def simulate_schedule(args, config, row):
     }
 
 
-def peak_of(argv, rank, variants):
-    """Peak bytes of the rank under each list of further flags; None where they are refused."""
+def peaks_of(argv, ranks, variants):
+    """The ranks' largest peak (bytes) under each list of further flags; None where refused."""
     jobs = {}
     for i, flags in enumerate(variants):
         with suppress(ValueError):
-            jobs[i] = (*read_flags([*argv, *flags]), rank)
-    peaks = dict(zip(jobs, trace_ranks([*jobs.values()]), strict=True)) if jobs else {}
-    return [peaks[i]["peak_bytes"] if i in peaks else None for i in range(len(variants))]
+            jobs |= {(i, rank): (*read_flags([*argv, *flags]), rank) for rank in ranks}
+    rows = dict(zip(jobs, trace_ranks([*jobs.values()]), strict=True)) if jobs else {}
+    return [
+        max((row["peak_bytes"] for (of, _), row in rows.items() if of == i), default=None)
+        for i in range(len(variants))
+    ]
 
 
 def batch_flags(args, size):
@@ -1241,32 +1245,33 @@ def batch_flags(args, size):
     return [*flags, "--microbatch-size", str(size)] if args.pp > 1 else flags
 
 
-def find_largest_batch(args, argv, row, limit_bytes):
-    """The largest batch, as flags, with which the rank's simulated peak is within the limit."""
+def find_largest_batch(args, argv, rows, limit_bytes):
+    """The largest batch, as flags, with which all rows' ranks stay within the limit, or None."""
+    row, ranks = max(rows, key=lambda row: row["peak_bytes"]), [row["rank"] for row in rows]
     size = args.microbatch_size if args.pp > 1 else args.local_batch_size
     fixed = sum(row["peak_bytes_by_kind"][kind] for kind in parallel.KINDS[:4])
     guess = max(0, int(size * (limit_bytes - fixed) / (row["peak_bytes"] - fixed)))
     peaks = {0: 0, size: row["peak_bytes"]}
     while True:
         sizes = [n for n in (guess, guess + 1) if n not in peaks]
-        found = peak_of(argv, row["rank"], [batch_flags(args, n) for n in sizes])
+        found = peaks_of(argv, ranks, [batch_flags(args, n) for n in sizes])
         peaks |= zip(sizes, found, strict=True)
         if peaks[guess] <= limit_bytes < peaks[guess + 1]:
             return " ".join(batch_flags(args, guess)) if guess else None
         guess += 1 if peaks[guess] <= limit_bytes else -1
 
 
-def find_changes(args, argv, row, limit_bytes):
-    """Flags that make the rank's peak smaller, one after the other until it is within the limit.
+def find_changes(args, argv, rows, limit_bytes):
+    """Flags that make the largest peak smaller, one after the other until all is within the limit.
 
     Returns: [(all flags so far, peak bytes)], those that cost little speed first; what saves less
     than 1 % is left out.
     """
     more_tp = ["--tp", str(2 * args.tp), "--dp-shard", str(max(1, args.dp_shard // 2))]
     changes = (["--loss-chunks", "8"], ["--ac", "op"], ["--ac", "full"], ["--reshard", "always"])
-    flags, found, best = [], [], row["peak_bytes"]
+    flags, found, best = [], [], max(row["peak_bytes"] for row in rows)
     for change in (*changes, more_tp):
-        (peak,) = peak_of(argv, row["rank"], [[*flags, *change]])
+        (peak,) = peaks_of(argv, [row["rank"] for row in rows], [[*flags, *change]])
         if peak is not None and peak < 0.99 * best:
             flags, best = [*flags, *change], peak
             found.append((" ".join(flags), peak))
@@ -1275,16 +1280,16 @@ def find_changes(args, argv, row, limit_bytes):
     return found
 
 
-def find_fit(args, argv, row):
-    """Say whether the row's rank fits into --gpu-memory-gib, and with which batch or flags."""
+def find_fit(args, argv, rows):
+    """Say whether the traced ranks fit into --gpu-memory-gib, and with which batch or flags."""
     limit_bytes = args.gpu_memory_gib * 2**30
-    fits = row["peak_bytes"] <= limit_bytes
-    verdict = "fits" if fits else "does NOT fit"
-    fit = {"fits": fits, "largest_batch": find_largest_batch(args, argv, row, limit_bytes)}
-    fit["changes"] = [] if fits else find_changes(args, argv, row, limit_bytes)
+    peak = max(row["peak_bytes"] for row in rows)
+    fits = peak <= limit_bytes
+    fit = {"fits": fits, "largest_batch": find_largest_batch(args, argv, rows, limit_bytes)}
+    fit["changes"] = [] if fits else find_changes(args, argv, rows, limit_bytes)
     print(
-        f"fit    rank {row['rank']} {verdict} into --gpu-memory-gib {args.gpu_memory_gib:g} with "
-        f"its {readable(row['peak_bytes'])} of tensors; CUDA's allocator and NCCL take some on top"
+        f"fit    {readable(peak)} of tensors {'fit' if fits else 'do NOT fit'} into "
+        f"--gpu-memory-gib {args.gpu_memory_gib:g}; CUDA's allocator and NCCL take some on top"
     )
     for flags, peak in fit["changes"]:
         print(f"       {readable(peak)} with {flags}")
@@ -1293,7 +1298,10 @@ def find_fit(args, argv, row):
 
 
 def readable(n_bytes):
-    return f"{n_bytes / 2**30:,.2f} GiB" if n_bytes >= 2**28 else f"{n_bytes / 2**20:,.2f} MiB"
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= size / 2:
+            return f"{n_bytes / size:,.2f} {unit}"
+    return f"{n_bytes} bytes"
 
 
 def describe_rank(row):
@@ -1354,7 +1362,7 @@ def simulate(args, config, argv):
         )
     print(f"peak   {readable(largest['peak_bytes'])} on rank {largest['rank']}")
     if args.gpu_memory_gib:
-        result["fit"] = find_fit(args, argv, largest)
+        result["fit"] = find_fit(args, argv, rows)
     path = Path(args.out) / "simulation.json"
     path.write_text(json.dumps(result, indent=1))
     print(f"done   traced in {max(row['seconds'] for row in rows):.0f} s a rank; all in {path}")

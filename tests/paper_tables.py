@@ -1,0 +1,129 @@
+"""Simulate the published runs and print README's tables: `python tests/paper_tables.py`.
+
+Published: TorchTitan (arXiv 2410.06511) tables 1 to 4, on H100s with 95 GiB, and the page
+benchmarks/llama3_h100_202412_torchtitan.md of its repository ("T2" below is table 2 there). Memory
+is the allocator's peak of reserved bytes there, and of live tensors here. The published runs do not
+name the number of microbatches: here it is the pipeline's degree, as was the default then.
+"""
+
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import model  # noqa: E402
+import train  # noqa: E402
+
+FLOAT8 = "--float8 tensorwise --float8-all-gather"
+LONG_405B = (
+    "llama3_405b_pp8 --simulate 512 --pp-schedule 1F1B --local-batch-size 8 --microbatch-size 1"
+)
+# (published in, flags, tokens/s a GPU, GiB); None: not published
+PUBLISHED = [
+    ("table 1: FSDP 8", "llama3_8b --simulate 8", 6258, 81.9),
+    ("+ compile", "llama3_8b --simulate 8", 6674, 77.0),
+    ("+ float8", f"llama3_8b --simulate 8 {FLOAT8}", 9409, 76.8),
+    ("table 2: FSDP 128", "llama3_8b --simulate 128", 5645, 67.0),
+    ("+ compile", "llama3_8b --simulate 128", 6482, 62.1),
+    ("+ float8", "llama3_8b_128 --simulate 128", 9319, 61.8),
+    ("table 3: 70B, FSDP 32 x TP 8", "llama3_70b --simulate 256", 897, 70.3),
+    ("+ async TP", "llama3_70b --simulate 256", 1010, 67.7),
+    ("table 4: 405B, FSDP 4 x TP 8 x PP 16, 1F1B",
+     "llama3_405b --simulate 512 --pp-schedule 1F1B", 100, 78.0),
+    ("interleaved", "llama3_405b --simulate 512", 130, 80.3),
+    ("T5: 405B, FSDP 8 x TP 8 x PP 8, 1F1B",
+     "llama3_405b_pp8 --simulate 512 --pp-schedule 1F1B", 100, 82.5),
+    ("interleaved", "llama3_405b_pp8 --simulate 512", 128, 72.7),
+    ("T2: 8B on 8, sequence 32,768",
+     "llama3_8b_long --simulate 8 --cp 1 --seq-len 32768", 3890, 83.9),
+    ("65,536, CP 2", "llama3_8b_long --simulate 8 --cp 2 --seq-len 65536", 2540, 84.2),
+    ("131,072, CP 4", "llama3_8b_long --simulate 8 --cp 4 --seq-len 131072", 1071, 84.0),
+    ("262,144, CP 8", "llama3_8b_long --simulate 8", 548, 84.5),
+    ("T6: 405B, TP 8 x PP 8, sequence 32,768, FSDP 8", f"{LONG_405B} --seq-len 32768", 76, 75.3),
+    ("65,536, FSDP 4 x CP 2", f"{LONG_405B} --seq-len 65536 --dp-shard 4 --cp 2", 47, 75.9),
+    ("131,072, FSDP 2 x CP 4", f"{LONG_405B} --seq-len 131072 --dp-shard 2 --cp 4", 31, 77.1),
+    ("262,144, CP 8", f"{LONG_405B} --seq-len 262144 --dp-shard 1 --cp 8", 16, 84.9),
+]  # fmt: skip
+CHOICES = [  # changes to table 1's first row
+    "", "--ac none", "--ac full", "--ac 2", "--loss-chunks 8", "--loss-chunks 8 --ac full",
+    "--reshard never", "--reshard always", FLOAT8, "--loss-chunks 8 --cp 2",
+    "--loss-chunks 8 --tp 2", "--dp-replicate 2",
+]  # fmt: skip
+
+
+def read(text):
+    """(args, config) of a row: a recipe's name and further flags."""
+    recipe, *flags = shlex.split(text)
+    return train.read_flags([f"@{ROOT}/recipes/{recipe}.args", *flags])
+
+
+def largest_rows(texts):
+    """{flags: account of the default rank with the larger peak}."""
+    jobs = [(text, *read(text)) for text in dict.fromkeys(texts)]
+    jobs = [
+        (text, args, config, rank)
+        for text, args, config in jobs
+        for rank in sorted({0, args.simulate - args.simulate // args.pp})
+    ]
+    rows = {}
+    for (text, *_), row in zip(jobs, train.trace_ranks([job[1:] for job in jobs]), strict=True):
+        if text not in rows or row["peak_bytes"] > rows[text]["peak_bytes"]:
+            rows[text] = row
+    return rows
+
+
+def print_published(rows):
+    print("| run | tokens/s a GPU | that is TFLOPs | GiB | simulated GiB | ratio | reached in |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, flags, speed, gib in PUBLISHED:
+        args, config = read(flags)
+        tflops = speed * model.flops_per_token(config, args.seq_len) / 1e12
+        simulated, at = rows[flags]["peak_bytes"] / 2**30, rows[flags]["peak_moment"]
+        print(
+            f"| {name} | {speed:,} | {tflops:.0f} | {gib} | {simulated:.1f} | "
+            f"{simulated / gib:.2f} | {at['phase']} of {at['module']} |"
+        )
+
+
+def print_schedules(rows):
+    """How much faster interleaving is at the same work: the ratio of busy shares."""
+    print("| 405B | equal stages | stages by FLOPs | published |")
+    print("| --- | --- | --- | --- |")
+    for recipe, published in (("llama3_405b", "130 / 100"), ("llama3_405b_pp8", "128 / 100")):
+        busy = []
+        for schedule in (" --pp-schedule 1F1B", ""):
+            text = f"{recipe} --simulate 512{schedule}"
+            args, config = read(text)
+            with tempfile.TemporaryDirectory() as args.out:
+                bubbles = train.simulate_schedule(args, config, rows[text])
+            busy.append([1 - bubbles["bubble_if_stages_were_equal"], 1 - bubbles["bubble"]])
+        equal, by_flops = (new / old for old, new in zip(*busy, strict=True))
+        print(f"| {args.pp} stages | {equal:.3f} | {by_flops:.3f} | {published} |")
+
+
+def print_choices():
+    texts = [f"llama3_8b --simulate 8 {flags}" for flags in CHOICES]
+    rows = largest_rows(texts)
+    print("| flags | peak GiB | activations | recomputed FLOPs | all-gathered GiB |")
+    print("| --- | --- | --- | --- | --- |")
+    for flags, text in zip(CHOICES, texts, strict=True):
+        row = rows[text]
+        kinds, flops = row["peak_bytes_by_kind"], row["flops"]
+        sent = row["collectives"]["fsdp"]["all_gather"]["sent_bytes"]
+        again = flops["recomputed"] / (flops["forward"] + flops["backward"])
+        print(
+            f"| {f'`{flags}`' if flags else 'as it is'} | {row['peak_bytes'] / 2**30:.1f} | "
+            f"{kinds['activations'] / 2**30:.1f} | {again:.0%} | {sent / 2**30:.1f} |"
+        )
+
+
+if __name__ == "__main__":
+    rows = largest_rows(flags for _, flags, _, _ in PUBLISHED)
+    print_published(rows)
+    print()
+    print_schedules(rows)
+    print()
+    print_choices()
