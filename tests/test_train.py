@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
@@ -551,6 +552,21 @@ def test_the_profile_has_a_trace_per_rank_with_the_steps_asked_for(folder):
         assert len(steps) == 2
 
 
+def test_tensorboard_shows_the_rows_of_metrics_jsonl(folder):
+    """Of a run that was resumed at step 2: the rows after it are written anew."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    flags = "--steps 4 --checkpoint-every 2 --val-every 2 --val-data text --tensorboard --out board"
+    train_on(1, flags, folder)
+    train_on(1, flags + " --resume 2", folder)
+    events = reader.EventAccumulator(str(folder / "board/tensorboard"))
+    events.Reload()
+    rows = metrics_of(folder, "board")
+    assert set(events.Tags()["scalars"]) == {k for r in rows for k, v in r.items() if v} - {"step"}
+    for key in ("loss", "lr", "val_loss"):
+        shown = [(event.step, event.value) for event in events.Scalars(key)]
+        assert shown == [(r["step"], pytest.approx(r[key], rel=1e-6)) for r in rows if key in r]
+
+
 def kill_after(seconds, victim):
     """A `before`: the victim's process is killed that long after it starts training."""
 
@@ -804,6 +820,59 @@ def test_torchrun_restarts_after_a_killed_rank_and_the_run_resumes_by_itself(fol
     assert [row["step"] for row in metrics_of(folder, "restarted")] == list(range(1, 10))
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+SLURM = {  # stand-ins: one node, and a job step that is the process srun turns into
+    "scontrol": '[ "$1" = show ] && echo localhost || echo "$@" >> scontrol.log',
+    "scancel": 'kill -USR1 "$(cat step.pid)"',
+    "srun": 'while [[ $1 == --* ]]; do shift; done; echo $$ > step.pid; exec "$@"',
+}
+
+
+def test_a_slurm_job_saves_when_warned_requeues_itself_and_resumes(folder):
+    """recipes/slurm.sh with 2 ranks: SIGUSR1 to the batch shell, then the same script once more."""
+    (folder / "bin").mkdir()
+    for name, body in SLURM.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / "bin" / name).chmod(0o755)
+    script = (
+        (ROOT / "recipes/slurm.sh").read_text().replace("--nproc-per-node 8", "--nproc-per-node 2")
+    )
+    (folder / "slurm.sh").write_text(script.replace("29500", str(free_port())))
+    (folder / "train.py").symlink_to(ROOT / "train.py")
+    path = f"{folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job = {"PATH": path, "SLURM_JOB_ID": "42", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1"}
+    flags = shlex.split(f"{TINY} --steps 2000 --checkpoint-every 2000 --out slurm")
+    run = subprocess.Popen(
+        ["bash", "slurm.sh", *flags], cwd=folder, env=os.environ | job, stdout=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    rows, deadline = folder / "slurm/metrics.jsonl", time.monotonic() + 60
+    while not (rows.exists() and rows.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run.send_signal(signal.SIGUSR1)
+    try:
+        output, _ = run.communicate(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    step = int(re.search(r"stopped by SIGUSR1 at step (\d+)", output)[1])
+    assert run.returncode == 0
+    assert (folder / "scontrol.log").read_text() == "requeue 42\n"
+    flags[flags.index("2000")] = str(step + 2)
+    again = subprocess.run(
+        ["bash", "slurm.sh", *flags], cwd=folder, env=os.environ | job, capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert f"at step {step}" in again.stdout
+    assert (folder / "scontrol.log").read_text() == "requeue 42\n", "once, and not at its end"
+
+
 HOST_DIES = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
@@ -849,12 +918,6 @@ def test_when_a_host_is_lost_the_other_goes_on_with_fewer_ranks(folder):
     assert [row["step"] for row in metrics_of(folder, "fewer")] == list(range(1, 13))
     # float32 sums in another order; SGD keeps the difference that small
     assert losses_of(folder, "fewer") == pytest.approx(losses_of(folder, "as-one"), rel=1e-5)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_two_agents_form_one_job(folder):
