@@ -302,7 +302,8 @@ def apply_ac(model, mode):
     """Trade memory for recomputation, block by block, in place.
 
     Modes:   full  a block saves only its input (B, T, D) and runs again in the backward pass: 6 of
-                   its 7 matmuls, as the last one's output is not needed
+                   its 7 matmuls, as the last one's output is not needed (7 with float8, which saves
+                   more for its backward)
              op    a block saves its expensive results and recomputes the rest: norms, RoPE, silu
                    and 3 matmuls
              "N"   `full` for every Nth block by global number, whatever stage it lives on
@@ -566,10 +567,11 @@ def count_bytes(tensors):
 
 
 def count_flops(op, args, kwargs, result):
-    """FLOPs of a matmul or of attention, else 0. Attention is not discounted for causality.
+    """FLOPs of a matmul or of attention, else 0.
 
-    Its backward counts as two forwards, as in model.py:flops_per_token, although kernels compute
-    the scores once more.
+    As in model.py:flops_per_token, attention counts all keys that the kernel is given (under cp a
+    chunk is given its prefix only, (2 cp + 1) / 4 cp of them on average), and its backward counts
+    as two forwards, although kernels compute the scores once more.
     """
     packet, aten = op.overloadpacket, torch.ops.aten
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:
@@ -581,19 +583,23 @@ def count_flops(op, args, kwargs, result):
 
 
 class Account(TorchDispatchMode):
-    """What this rank holds, computes and sends while the context is open, counted op by op.
+    """What this rank holds, computes and sends in one training step, counted op by op.
 
-    It sees what comes out of autograd and DTensor, on real tensors and on fake ones alike:
+    A context for that step. It sees what comes out of autograd and DTensor, on real tensors and on
+    fake ones alike:
 
         events        (storage number, bytes more or less, moment) of allocations and releases
         kinds         one of KINDS for each storage number
-        flops         {forward, recomputed, backward: FLOPs}
+        flops         {module: {forward, recomputed or backward: FLOPs}}
         state_bytes   {parameters, gradients, optimizer: bytes}, what lives from step to step
         collectives   {axis: {kind: {calls, bytes, sent_bytes}}}: of the buffers, the larger of
                       input and output, and what a rank of a ring sends of them
 
-    A moment is (phase, module, op). "gathered" are FSDP's buffers: whole weights, and gradients on
-    their way to be scattered.
+    A moment is (phase, module, op). Of the kinds, "gathered" are FSDP's buffers: whole weights, and
+    gradients on their way to be scattered; "activations" all that a forward pass makes, again or
+    for the first time, such as the loss's float32 logits; "gradients" what outlives the backward
+    pass that made it, including what goes to another stage, or from the first half of a split
+    backward to the second; "temporary" what a backward pass makes and does not keep.
 
     Args:    this rank's parts; the optimizer, its states made; the mesh, for the axes' names.
     Note:    what a kernel allocates inside, an allocator's slack and NCCL's buffers are not seen.
@@ -607,21 +613,19 @@ class Account(TorchDispatchMode):
         self.events, self.kinds, self.sizes = [], [], []
         self.numbers = WeakIdKeyDictionary()  # storage -> its number
         self.young = []  # storages made in a backward pass that is still going on
-        self.collectives = {}
-        self.flops = dict.fromkeys(("forward", "recomputed", "backward"), 0)
-        self.place, self.depth, self.is_update = "before", 0, False
-        self.state_bytes = {}
+        self.flops, self.collectives, self.state_bytes = {}, {}, {}
+        self.place, self.depth, self.phase, self.is_open = "before", 0, "forward", True
         parameters = [parameter for part in parts for parameter in part.parameters()]
         self.hold("parameters", parameters)
         self.hold("optimizer", tensors_in([optimizer.state[p] for p in parameters]))
-        for name, module in (unit for part in parts for unit in named_units(part)):
-            self.watch(name, getattr(module, "_checkpoint_wrapped_module", module))
 
         def begin_update(*_):
-            self.place, self.is_update = "optimizer", True
+            self.place, self.phase = "optimizer", "update"
             self.hold("gradients", [p.grad for p in parameters if p.grad is not None])
 
-        optimizer.register_step_pre_hook(begin_update)
+        self.hooks = [optimizer.register_step_pre_hook(begin_update)]
+        for name, module in (unit for part in parts for unit in named_units(part)):
+            self.watch(name, getattr(module, "_checkpoint_wrapped_module", module))
 
     def watch(self, name, module):
         """Notice when the module runs: forward, forward again (recomputed) and backward."""
@@ -640,9 +644,9 @@ class Account(TorchDispatchMode):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(arrive)
 
-        module.register_forward_pre_hook(enter, prepend=True)
+        self.hooks.append(module.register_forward_pre_hook(enter, prepend=True))
         # always: a recomputation is broken off as soon as it has all it needs
-        module.register_forward_hook(leave, always_call=True)
+        self.hooks.append(module.register_forward_hook(leave, always_call=True))
 
     # memory
 
@@ -668,8 +672,9 @@ class Account(TorchDispatchMode):
         return number
 
     def resize(self, number, size, moment):
-        self.events.append((number, size - self.sizes[number], moment))
-        self.sizes[number] = size
+        if self.is_open:
+            self.events.append((number, size - self.sizes[number], moment))
+            self.sizes[number] = size
 
     def __enter__(self):
         # torch lets this be a lock: it is held while DTensor works out shapes, by operations on
@@ -687,7 +692,10 @@ class Account(TorchDispatchMode):
 
     def __exit__(self, *exception):
         torch.UntypedStorage.resize_ = self.torch_resize
-        ShardingPropagator._fake_mode_lock = nullcontext()
+        ShardingPropagator._fake_mode_lock = nullcontext()  # torch's own
+        self.is_open = False
+        for hook in self.hooks:
+            hook.remove()
         return super().__exit__(*exception)
 
     # operations
@@ -699,7 +707,7 @@ class Account(TorchDispatchMode):
         result = op(*args, **kwargs)
         if self.shapes_lock.locked():
             return result
-        phase = "update" if self.is_update else "forward"
+        phase = self.phase
         if torch._C._current_graph_task_id() != -1:
             phase = "recomputed" if self.depth else "backward"
         elif self.young:  # what outlives the backward pass that made it is a gradient
@@ -717,7 +725,7 @@ class Account(TorchDispatchMode):
         if op.namespace in ("c10d", "_c10d_functional"):
             self.count_collective(op, args, result)
         if flops := count_flops(op, args, kwargs, result):
-            self.flops[phase] += flops
+            self.flops.setdefault(self.place, Counter())[phase] += flops
         return result
 
     def count_collective(self, op, args, result):
@@ -734,7 +742,7 @@ class Account(TorchDispatchMode):
         size = max(tensor.nbytes for tensor in tensors_in((args, result)))
         others = (group.size() - 1) / group.size()
         share = {"all_reduce": 2 * others, "send": 1, "recv": 0}.get(kind, others)
-        axis = self.axes.get(group.group_name, "several")  # the loss and the norm cross axes
+        axis = self.axes.get(group.group_name, "joined axes")  # the loss and the norm cross them
         row = self.collectives.setdefault(axis, {}).setdefault(kind, Counter())
         row.update(calls=1, bytes=size, sent_bytes=round(size * share))
 

@@ -30,7 +30,9 @@ activations wait for the backward. So 1F1B has GPipe's bubble with less memory, 
 divides the bubble by about v. The rows with v >= 2 hold for M >= p (ZBVZeroBubble: 2p - 1), the
 chunks also ask that p divides M. The starred ones split a backward into the gradients of the input
 (I), which the previous stage waits for, and of the weights (W), which nobody waits for and which
-fill bubbles. Op-level SAC, compiled blocks and `--reshard always` do not survive that split.
+fill bubbles. Op-level SAC, compiled blocks and `--reshard always` do not survive that split, and
+`--ac full` recomputes in either half, for each group of weights: 2.6 forwards for the debug model
+instead of one.
 
     sent forward    1 activation (microbatch, T/(cp*tp), D) per microbatch and border of stages
     sent backward   its gradient, of the same shape and dtype
@@ -490,19 +492,21 @@ def timeline(schedule, pp, n_microbatches, stages_per_rank=None, *, durations=No
     return rows
 
 
-def stage_durations(stages, *, head, recomputed):
+def stage_durations(stages, *, head, block_again, head_again):
     """How long each stage computes, an average one's forward being 1, for `timeline`.
 
-    Args:    stages, their module names; head, the cost of `output` in blocks; recomputed, the share
-             of a block's forward that activation checkpointing repeats in its backward.
+    Args:    stages, their module names; head, the cost of `output` in blocks; block_again and
+             head_again, the share of its forward that either computes again in its backward (of
+             which a split backward is supposed to do half in each of its halves).
     """
     blocks = [sum(name.startswith("layers.") for name in names) for names in stages]
-    forwards = [n + head * ("output" in names) for n, names in zip(blocks, stages, strict=True)]
-    unit = sum(forwards) / len(stages)
-    return [
-        {"F": f / unit, "B": (2 * f + again) / unit, "I": (f + again) / unit, "W": f / unit}
-        for f, again in zip(forwards, (n * recomputed for n in blocks), strict=True)
-    ]
+    heads = [head * ("output" in names) for names in stages]
+    unit = (sum(blocks) + sum(heads)) / len(stages)
+    durations = []
+    for n, h in zip(blocks, heads, strict=True):
+        f, again = (n + h) / unit, (n * block_again + h * head_again) / unit
+        durations.append({"F": f, "B": 2 * f + again, "I": f + again / 2, "W": f + again / 2})
+    return durations
 
 
 def _needs(kind, stage, microbatch, n_stages):

@@ -46,6 +46,8 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -278,7 +280,8 @@ def check_args(args, config, world_size):
     check_pipeline(args, config)
     check_techniques(args)
     check_float8(args, config)
-    if args.init_from and not checkpoint.list_checkpoints(Path(args.out) / "checkpoints"):
+    has_begun = checkpoint.list_checkpoints(Path(args.out) / "checkpoints")
+    if args.init_from and not has_begun and not args.simulate:
         checkpoint.check_init_from(args.init_from, dataclasses.asdict(config))
     n_data = args.dp_replicate * args.dp_shard
     unit = args.local_batch_size * n_data
@@ -346,8 +349,8 @@ def check_simulation(args):
             f"--simulate-rank {rank} is none of --simulate {n}: try 0 to {n - 1}",
         )
     require(
-        args.gpu_memory_gib is None or args.gpu_memory_gib > 0,
-        f"--gpu-memory-gib {args.gpu_memory_gib} must be greater than 0: try 80",
+        args.gpu_memory_gib is None or 0 < args.gpu_memory_gib < math.inf,
+        f"--gpu-memory-gib {args.gpu_memory_gib} must be a size greater than 0: try 80",
     )
 
 
@@ -453,14 +456,18 @@ def check_techniques(args):
 
 
 def check_float8(args, config):
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    capability = None
+    if args.simulate:
+        capability = (10, 0)  # needs no hardware, and CUDA must not start before it forks
+    elif torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
     float8.check_float8(
         args.float8,
         all_gather=args.float8_all_gather,
         skip=args.float8_filter,
         emulate=args.float8_emulate,
         compile=args.compile,
-        capability=(10, 0) if args.simulate else capability,  # a simulation needs no hardware
+        capability=capability,
     )
     if args.float8:
         with torch.device("meta"):
@@ -624,11 +631,12 @@ class Job:
     has_float8_scales: bool
 
 
-def build(args, config, device, memory=nullcontext()):  # noqa: B008, it holds no state
+def build(args, config, device, *, memory=None):
     """Model, mesh and optimizer of this rank, in the order of the paper's Appendix A.
 
-    `memory` is the context in which tensors are given it: a simulation lets them do without.
+    `memory` is a context in which weights are made: a simulation's gives them none.
     """
+    memory = memory or nullcontext()
     mesh = parallel.build_mesh(
         device.type,
         pp=args.pp,
@@ -1080,6 +1088,10 @@ def step_of(row):
         return math.inf
 
 
+def span(names):
+    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+
+
 def describe_stages(args, config):
     """Which rank holds which layers, and what the schedule makes of them; a line per pp rank."""
     stages, name = split_stages(args, config), schedule_name(args)
@@ -1091,8 +1103,7 @@ def describe_stages(args, config):
     lines[0] += f", bubble {pipeline.bubble_fraction(rows):.1%} if all stages cost the same"
     for pp_rank in range(args.pp):
         mine = pipeline.stages_of_rank(pp_rank, args.pp, len(stages), name)
-        spans = [f"{stages[s][0]}..{stages[s][-1]}" for s in mine]
-        lines.append(f"       pp {pp_rank}: {', '.join(spans)}")
+        lines.append(f"       pp {pp_rank}: {', '.join(span(stages[s]) for s in mine)}")
     return "\n".join(lines)
 
 
@@ -1131,7 +1142,7 @@ def trace_rank(args, config, rank):
     return at once. Model, parallelisms, schedule and step are those of a real run, but that
     --compile and --async-tp have no effect, and mxfp8 is emulated, for want of its kernels.
 
-    Returns: {what: value}, an entry of OUT/simulation.json; "plan" is what `build` printed.
+    Returns: {what: value}, an entry of OUT/simulation.json; "plan" is what was printed meanwhile.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # brings the fake backend
 
@@ -1141,7 +1152,7 @@ def trace_rank(args, config, rank):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.simulate)
     memory, plan = FakeTensorMode(allow_non_fake_inputs=True), io.StringIO()
     with redirect_stdout(plan):
-        job = build(args, config, torch.device("cpu"), memory)
+        job = build(args, config, torch.device("cpu"), memory=memory)
         print_plan(args, job)
     if job.schedule:
         pipeline.skip_warmup(job.schedule)
@@ -1158,17 +1169,18 @@ def trace_rank(args, config, rank):
             train_step(job, tokens, tokens, **sizes)
     moment, peak_bytes = account.peak()
     units = [[name for name, _ in parallel.named_units(part)] for part in job.parts]
-    axes = ("pp", "dp_replicate", "fsdp", "cp", "tp")
+    axes, phases = ("pp", "dp_replicate", "fsdp", "cp", "tp"), ("forward", "recomputed", "backward")
     return {
         "rank": rank,
         "coordinates": {axis: job.mesh[axis].get_local_rank() for axis in axes},
-        "stages": [f"{names[0]}..{names[-1]}" for names in units],
+        "stages": [span(names) for names in units],
         "parameters": sum(parallel.local_tensor(parameter).numel() for parameter in parameters),
         "state_bytes": account.state_bytes,
         "peak_bytes": sum(peak_bytes.values()),
         "peak_bytes_by_kind": peak_bytes,
         "peak_moment": dict(zip(("phase", "module", "op"), moment, strict=True)),
-        "flops": account.flops,
+        "flops": {phase: sum(n[phase] for n in account.flops.values()) for phase in phases},
+        "flops_by_module": account.flops,
         "collectives": account.collectives,
         "weights": [row for part in job.parts for row in describe_weights(part)],
         "plan": plan.getvalue(),
@@ -1190,31 +1202,55 @@ def describe_weights(part):
 
 
 def trace_ranks(jobs):
-    """[trace_rank(*job) for job in jobs], each in a process of its own."""
-    n_workers = min(len(jobs), os.cpu_count())
-    with multiprocessing.get_context("fork").Pool(n_workers, maxtasksperchild=1) as pool:
-        return pool.starmap(trace_rank, jobs, chunksize=1)
+    """[trace_rank(*job) for job in jobs], each in a process of its own, a core for each."""
+    rows, n_cores = [], os.cpu_count()
+    options = {
+        "mp_context": multiprocessing.get_context("fork"),
+        "initializer": signal.signal,  # end at once on Ctrl-C
+        "initargs": (signal.SIGINT, signal.SIG_DFL),
+    }
+    for some in (jobs[i : i + n_cores] for i in range(0, len(jobs), n_cores)):
+        try:
+            with ProcessPoolExecutor(len(some), **options) as pool:
+                rows += pool.map(trace_rank, *zip(*some, strict=True))
+        except BrokenProcessPool as error:
+            raise TrainingError(
+                f"--simulate: one of {len(some)} processes was killed, for want of memory most "
+                "likely: each takes about 0.5 GiB; try --simulate-rank 0, which needs one"
+            ) from error
+    return rows
 
 
-def simulate_schedule(args, config, row):
+def default_ranks(args):
+    """One rank of the first pipeline stage and one of the last."""
+    return sorted({0, args.simulate - args.simulate // args.pp})
+
+
+def simulate_schedule(args, config, rows):
     """A pipeline's accounts, with stages that cost what their FLOPs say; draws OUT/timeline.svg.
 
-    `row` is a traced rank's, which knows how much of its blocks is computed again.
+    `rows` are traced ranks', which know how much of their blocks is computed again.
     """
-    stages, name = split_stages(args, config), schedule_name(args)
+    stages = split_stages(args, config)
     head, block = (  # FLOPs of the head, and of a block with it
         model.flops_per_token(dataclasses.replace(config, n_layers=n), args.seq_len) for n in (0, 1)
     )
-    block -= head
-    mine = pipeline.stages_of_rank(row["coordinates"]["pp"], args.pp, len(stages), name)
-    names = [unit for stage in mine for unit in stages[stage]]
-    n_blocks = sum(unit.startswith("layers") for unit in names)
-    here = n_blocks * block + head * ("output" in names)
-    again = row["flops"]["recomputed"] / row["flops"]["forward"] * here / max(1, n_blocks * block)
-    shape = name, args.pp, args.local_batch_size // args.microbatch_size, args.stages_per_rank
-    even = pipeline.timeline(*shape)
-    durations = pipeline.stage_durations(stages, head=head / block, recomputed=again)
-    uneven = pipeline.timeline(*shape, durations=durations)
+    modules = [pair for row in rows for pair in row["flops_by_module"].items()]
+    blocks = [flops for name, flops in modules if name.startswith("layers.")]
+    once, again = (sum(flops[phase] for flops in blocks) for phase in ("forward", "recomputed"))
+    shape = (
+        schedule_name(args),
+        args.pp,
+        args.local_batch_size // args.microbatch_size,
+        args.stages_per_rank,
+    )
+    durations = pipeline.stage_durations(
+        stages,
+        head=head / (block - head),
+        block_again=again / once if once else 0.0,
+        head_again=1.0 if args.loss_chunks > 1 else 0.0,
+    )
+    even, uneven = pipeline.timeline(*shape), pipeline.timeline(*shape, durations=durations)
     (Path(args.out) / "timeline.svg").write_text(pipeline.draw_svg(uneven))
     busy = [sum(op.end - op.start for op in ops) for ops in uneven]
     return {
@@ -1226,74 +1262,97 @@ def simulate_schedule(args, config, row):
 
 
 def peaks_of(argv, ranks, variants):
-    """The ranks' largest peak (bytes) under each list of further flags; None where refused."""
+    """The ranks' largest peak in bytes under each list of further flags; infinite where refused."""
     jobs = {}
     for i, flags in enumerate(variants):
         with suppress(ValueError):
             jobs |= {(i, rank): (*read_flags([*argv, *flags]), rank) for rank in ranks}
-    rows = dict(zip(jobs, trace_ranks([*jobs.values()]), strict=True)) if jobs else {}
-    return [
-        max((row["peak_bytes"] for (of, _), row in rows.items() if of == i), default=None)
-        for i in range(len(variants))
-    ]
+    peaks = [0 if (i, ranks[0]) in jobs else math.inf for i in range(len(variants))]
+    rows = trace_ranks([*jobs.values()]) if jobs else []
+    for (i, _), row in zip(jobs, rows, strict=True):
+        peaks[i] = max(peaks[i], row["peak_bytes"])
+    return peaks
 
 
 def batch_flags(args, size):
     """Another local batch: of `size` sequences, or with a pipeline as many microbatches of that."""
     n_microbatches = args.local_batch_size // args.microbatch_size if args.pp > 1 else 1
-    flags = ["--local-batch-size", str(size * n_microbatches), "--global-batch-size", "-1"]
-    return [*flags, "--microbatch-size", str(size)] if args.pp > 1 else flags
+    sizes = {
+        "--local-batch-size": size * n_microbatches,
+        "--global-batch-size":  # accumulates as often as before
+        args.global_batch_size // args.local_batch_size * size * n_microbatches,
+    }  # fmt: skip
+    if args.pp > 1:
+        sizes["--microbatch-size"] = size
+    return [str(item) for pair in sizes.items() for item in pair]
 
 
-def find_largest_batch(args, argv, rows, limit_bytes):
-    """The largest batch, as flags, with which all rows' ranks stay within the limit, or None."""
-    row, ranks = max(rows, key=lambda row: row["peak_bytes"]), [row["rank"] for row in rows]
+def find_largest_batch(args, argv, *, ranks, peak_bytes, limit_bytes):
+    """The largest batch, as flags, with which the ranks stay within the limit; None if none is.
+
+    It doubles what is there while that fits (to 64 times at most), then narrows down.
+    """
     size = args.microbatch_size if args.pp > 1 else args.local_batch_size
-    fixed = sum(row["peak_bytes_by_kind"][kind] for kind in parallel.KINDS[:4])
-    guess = max(0, int(size * (limit_bytes - fixed) / (row["peak_bytes"] - fixed)))
-    peaks = {0: 0, size: row["peak_bytes"]}
+    peaks = {0: 0, size: peak_bytes}
     while True:
+        low = max(n for n, peak in peaks.items() if peak <= limit_bytes)
+        high = min((n for n in peaks if n > low), default=None)
+        if high == low + 1 or low >= 64 * size:
+            return " ".join(batch_flags(args, low)) if low else None
+        if high is None:
+            guess = 2 * low
+        elif low == 0 or peaks[high] == math.inf:
+            guess = (low + high) // 2
+        else:  # a peak is all but linear in the batch
+            share = (limit_bytes - peaks[low]) / (peaks[high] - peaks[low])
+            guess = min(max(low + 1, low + int(share * (high - low))), high - 1)
         sizes = [n for n in (guess, guess + 1) if n not in peaks]
         found = peaks_of(argv, ranks, [batch_flags(args, n) for n in sizes])
         peaks |= zip(sizes, found, strict=True)
-        if peaks[guess] <= limit_bytes < peaks[guess + 1]:
-            return " ".join(batch_flags(args, guess)) if guess else None
-        guess += 1 if peaks[guess] <= limit_bytes else -1
 
 
-def find_changes(args, argv, rows, limit_bytes):
+def find_changes(args, argv, *, ranks, peak_bytes, limit_bytes):
     """Flags that make the largest peak smaller, one after the other until all is within the limit.
 
     Returns: [(all flags so far, peak bytes)], those that cost little speed first; what saves less
     than 1 % is left out.
     """
-    more_tp = ["--tp", str(2 * args.tp), "--dp-shard", str(max(1, args.dp_shard // 2))]
-    changes = (["--loss-chunks", "8"], ["--ac", "op"], ["--ac", "full"], ["--reshard", "always"])
-    flags, found, best = [], [], max(row["peak_bytes"] for row in rows)
-    for change in (*changes, more_tp):
-        (peak,) = peaks_of(argv, [row["rank"] for row in rows], [[*flags, *change]])
-        if peak is not None and peak < 0.99 * best:
-            flags, best = [*flags, *change], peak
-            found.append((" ".join(flags), peak))
-        if best <= limit_bytes:
+    changes = (
+        {"--loss-chunks": 8},
+        {"--ac": "op"},
+        {"--ac": "full"},
+        {"--reshard": "always"},
+        {"--tp": 2 * args.tp, "--dp-shard": max(1, args.dp_shard // 2)},
+    )
+    flags, found = {}, []
+    for change in changes:
+        tried = flags | change
+        (peak,) = peaks_of(argv, ranks, [[str(item) for pair in tried.items() for item in pair]])
+        if peak < 0.99 * peak_bytes:
+            flags, peak_bytes = tried, peak
+            found.append((" ".join(f"{flag} {value}" for flag, value in flags.items()), peak))
+        if peak_bytes <= limit_bytes:
             break
     return found
 
 
 def find_fit(args, argv, rows):
     """Say whether the traced ranks fit into --gpu-memory-gib, and with which batch or flags."""
-    limit_bytes = args.gpu_memory_gib * 2**30
-    peak = max(row["peak_bytes"] for row in rows)
-    fits = peak <= limit_bytes
-    fit = {"fits": fits, "largest_batch": find_largest_batch(args, argv, rows, limit_bytes)}
-    fit["changes"] = [] if fits else find_changes(args, argv, rows, limit_bytes)
+    limit_bytes, peak_bytes = args.gpu_memory_gib * 2**30, max(row["peak_bytes"] for row in rows)
+    known = {"peak_bytes": peak_bytes, "limit_bytes": limit_bytes}
+    known["ranks"] = [row["rank"] for row in rows]
+    fit = {"fits": peak_bytes <= limit_bytes, "changes": []}
     print(
-        f"fit    {readable(peak)} of tensors {'fit' if fits else 'do NOT fit'} into "
-        f"--gpu-memory-gib {args.gpu_memory_gib:g}; CUDA's allocator and NCCL take some on top"
+        f"fit    {readable(peak_bytes)} of tensors {'fit' if fit['fits'] else 'do NOT fit'} into "
+        f"--gpu-memory-gib {args.gpu_memory_gib:g}; CUDA's allocator and NCCL take some on top",
+        flush=True,
     )
+    if not fit["fits"]:
+        fit["changes"] = find_changes(args, argv, **known)
     for flags, peak in fit["changes"]:
-        print(f"       {readable(peak)} with {flags}")
-    print(f"       largest batch: {fit['largest_batch'] or 'none, not one sequence fits'}")
+        print(f"       {readable(peak)} with {flags}", flush=True)
+    fit["largest_batch"] = find_largest_batch(args, argv, **known)
+    print(f"       largest batch, all else as given: {fit['largest_batch'] or 'none fits'}")
     return fit
 
 
@@ -1312,14 +1371,15 @@ def describe_rank(row):
     lines = [
         f"rank   {row['rank']} ({place}): {', '.join(row['stages'])}",
         f"       holds at most {readable(row['peak_bytes'])}: {kinds}",
-        f"       this in {at['phase']} of {at['module']}, {at['op']}",
+        f"       reached in the {at['phase']} pass of {at['module']}, by {at['op']}",
         f"       computes {(flops['forward'] + flops['backward']) / 1e12:,.3f} TFLOP a step, and "
         f"recomputes {flops['recomputed'] / 1e12:,.3f}",
     ]
     for axis, counts in sorted(row["collectives"].items()):
-        sent = {kind: n for kind, n in counts.items() if kind != "recv"}
+        sent = {kind: n for kind, n in counts.items() if n["sent_bytes"]}  # groups of one: nothing
         said = [f"{n['calls']} {kind} {readable(n['sent_bytes'])}" for kind, n in sent.items()]
-        lines.append(f"       sends over {axis + ':':<13} {', '.join(said)}")
+        if said:
+            lines.append(f"       sends over {axis + ':':<13} {', '.join(said)}")
     return "\n".join(lines)
 
 
@@ -1342,29 +1402,38 @@ def simulate(args, config, argv):
     Counted, not timed: memory at its peak, FLOPs, bytes that are sent. The kernels are the CPU's,
     whose RMSNorm keeps more for its backward than CUDA's; compiled blocks would keep less still.
     """
-    ranks = args.simulate_rank or sorted({0, args.simulate - args.simulate // args.pp})
+    ranks = sorted(set(args.simulate_rank or default_ranks(args)))
     rows = trace_ranks([(args, config, rank) for rank in ranks])
     largest = max(rows, key=lambda row: row["peak_bytes"])
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    result = {"flags": vars(args), "model": dataclasses.asdict(config), "ranks": rows}
-    result["model_flops_per_token"] = model.flops_per_token(config, args.seq_len)
-    print(f"{rows[0]['plan']}split  of rank {ranks[0]}'s weights")
-    print(describe_split(rows[0]["weights"]))
+    weights = {weight["name"]: weight for row in rows for weight in row["weights"]}
+    print(f"{rows[0]['plan']}split  of the weights of rank {' and '.join(map(str, ranks))}")
+    print(describe_split(weights.values()))
+    for is_on, note in (
+        (args.compile, "--compile is not traced: fused kernels keep less for the backward pass"),
+        (args.async_tp, "--async-tp is not traced: it sends the same"),
+        (args.float8 == "mxfp8", "mxfp8 is emulated, which under tp sends other tensors"),
+    ):
+        if is_on:
+            print(f"note   {note}")
     for row in rows:
         print(describe_rank(row))
+    print(f"peak   {readable(largest['peak_bytes'])} on rank {largest['rank']}, of those traced")
+    result = {"flags": vars(args), "model": dataclasses.asdict(config), "ranks": rows}
+    result["model_flops_per_token"] = model.flops_per_token(config, args.seq_len)
+    path = Path(args.out) / "simulation.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     if args.pp > 1:
-        schedule = result["schedule"] = simulate_schedule(args, config, rows[0])
+        schedule = result["schedule"] = simulate_schedule(args, config, rows)
         slowest = schedule["work"].index(max(schedule["work"]))
         print(
             f"time   bubble {schedule['bubble']:.1%} by the stages' FLOPs; pp rank {slowest} works "
             f"most, {max(schedule['work']):.2f} of the mean; drawn into {args.out}/timeline.svg\n"
             f"       chunks in flight on each pp rank: {schedule['in_flight']}"
         )
-    print(f"peak   {readable(largest['peak_bytes'])} on rank {largest['rank']}")
+    path.write_text(json.dumps(result, indent=1))  # already, since what follows may take minutes
     if args.gpu_memory_gib:
         result["fit"] = find_fit(args, argv, rows)
-    path = Path(args.out) / "simulation.json"
-    path.write_text(json.dumps(result, indent=1))
+        path.write_text(json.dumps(result, indent=1))
     print(f"done   traced in {max(row['seconds'] for row in rows):.0f} s a rank; all in {path}")
 
 
@@ -1647,7 +1716,8 @@ def run(argv=None):
     except (TrainingError, checkpoint.CheckpointError) as error:
         fail(error)
     except KeyboardInterrupt:
-        fail("interrupted; the steps since the last checkpoint are lost")
+        lost = "; the steps since the last checkpoint are lost" if dist.is_initialized() else ""
+        fail(f"interrupted{lost}")
     except Exception as error:
         if isinstance(error, ValueError) and not dist.is_initialized():
             fail(error)  # a refusal: flags, data or folders

@@ -2,8 +2,9 @@
 
 Published: TorchTitan (arXiv 2410.06511) tables 1 to 4, on H100s with 95 GiB, and the page
 benchmarks/llama3_h100_202412_torchtitan.md of its repository ("T2" below is table 2 there). Memory
-is the allocator's peak of reserved bytes there, and of live tensors here. The published runs do not
-name the number of microbatches: here it is the pipeline's degree, as was the default then.
+is the peak of the bytes its allocator reserved, on the GPU where it was highest, and here that of
+live tensors, on the first, the second or the last pipeline rank. The published runs do not name
+the number of microbatches: here it is the pipeline's degree, as was the default then.
 """
 
 import shlex
@@ -21,23 +22,31 @@ FLOAT8 = "--float8 tensorwise --float8-all-gather"
 LONG_405B = (
     "llama3_405b_pp8 --simulate 512 --pp-schedule 1F1B --local-batch-size 8 --microbatch-size 1"
 )
-# (published in, flags, tokens/s a GPU, GiB); None: not published
+# (name, recipe and flags here, tokens/s a GPU, GiB)
 PUBLISHED = [
-    ("table 1: FSDP 8", "llama3_8b --simulate 8", 6258, 81.9),
+    ("table 1: 8B, FSDP 8", "llama3_8b --simulate 8", 6258, 81.9),
     ("+ compile", "llama3_8b --simulate 8", 6674, 77.0),
     ("+ float8", f"llama3_8b --simulate 8 {FLOAT8}", 9409, 76.8),
-    ("table 2: FSDP 128", "llama3_8b --simulate 128", 5645, 67.0),
+    ("T1, the same: FSDP 8", "llama3_8b --simulate 8", 5762, 82.4),
+    ("+ compile", "llama3_8b --simulate 8", 6667, 77.0),
+    ("+ float8", f"llama3_8b --simulate 8 {FLOAT8}", 8532, 76.8),
+    ("table 2: 8B, FSDP 128", "llama3_8b --simulate 128", 5645, 67.0),
     ("+ compile", "llama3_8b --simulate 128", 6482, 62.1),
     ("+ float8", "llama3_8b_128 --simulate 128", 9319, 61.8),
+    ("T3, the same: FSDP 128", "llama3_8b --simulate 128", 5605, 67.0),
+    ("+ compile", "llama3_8b --simulate 128", 6514, 62.0),
+    ("+ float8", "llama3_8b_128 --simulate 128", 8380, 61.8),
     ("table 3: 70B, FSDP 32 x TP 8", "llama3_70b --simulate 256", 897, 70.3),
     ("+ async TP", "llama3_70b --simulate 256", 1010, 67.7),
+    ("T4, the same: 70B", "llama3_70b --simulate 256", 829, 71.9),
+    ("+ async TP", "llama3_70b --simulate 256", 876, 67.6),
     ("table 4: 405B, FSDP 4 x TP 8 x PP 16, 1F1B",
      "llama3_405b --simulate 512 --pp-schedule 1F1B", 100, 78.0),
     ("interleaved", "llama3_405b --simulate 512", 130, 80.3),
     ("T5: 405B, FSDP 8 x TP 8 x PP 8, 1F1B",
      "llama3_405b_pp8 --simulate 512 --pp-schedule 1F1B", 100, 82.5),
     ("interleaved", "llama3_405b_pp8 --simulate 512", 128, 72.7),
-    ("T2: 8B on 8, sequence 32,768",
+    ("T2: 8B on 8 GPUs, sequence 32,768",
      "llama3_8b_long --simulate 8 --cp 1 --seq-len 32768", 3890, 83.9),
     ("65,536, CP 2", "llama3_8b_long --simulate 8 --cp 2 --seq-len 65536", 2540, 84.2),
     ("131,072, CP 4", "llama3_8b_long --simulate 8 --cp 4 --seq-len 131072", 1071, 84.0),
@@ -49,8 +58,9 @@ PUBLISHED = [
 ]  # fmt: skip
 CHOICES = [  # changes to table 1's first row
     "", "--ac none", "--ac full", "--ac 2", "--loss-chunks 8", "--loss-chunks 8 --ac full",
-    "--reshard never", "--reshard always", FLOAT8, "--loss-chunks 8 --cp 2",
-    "--loss-chunks 8 --tp 2", "--dp-replicate 2",
+    "--reshard never", "--reshard always", FLOAT8,
+    "--loss-chunks 8 --cp 2 --local-batch-size 4", "--loss-chunks 8 --tp 2 --local-batch-size 4",
+    "--dp-replicate 2",
 ]  # fmt: skip
 
 
@@ -60,13 +70,18 @@ def read(text):
     return train.read_flags([f"@{ROOT}/recipes/{recipe}.args", *flags])
 
 
+def ranks_of(args):
+    """Of the first, second and last pipeline stage: published is the highest GPU's memory."""
+    return sorted({*train.default_ranks(args), args.simulate // args.pp % args.simulate})
+
+
 def largest_rows(texts):
-    """{flags: account of the default rank with the larger peak}."""
+    """{flags: account of the rank with the largest peak}."""
     jobs = [(text, *read(text)) for text in dict.fromkeys(texts)]
     jobs = [
         (text, args, config, rank)
         for text, args, config in jobs
-        for rank in sorted({0, args.simulate - args.simulate // args.pp})
+        for rank in ranks_of(args)
     ]
     rows = {}
     for (text, *_), row in zip(jobs, train.trace_ranks([job[1:] for job in jobs]), strict=True):
@@ -98,7 +113,7 @@ def print_schedules(rows):
             text = f"{recipe} --simulate 512{schedule}"
             args, config = read(text)
             with tempfile.TemporaryDirectory() as args.out:
-                bubbles = train.simulate_schedule(args, config, rows[text])
+                bubbles = train.simulate_schedule(args, config, [rows[text]])
             busy.append([1 - bubbles["bubble_if_stages_were_equal"], 1 - bubbles["bubble"]])
         equal, by_flops = (new / old for old, new in zip(*busy, strict=True))
         print(f"| {args.pp} stages | {equal:.3f} | {by_flops:.3f} | {published} |")

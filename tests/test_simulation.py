@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import math
+import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -86,7 +88,7 @@ def real_step(flags):
     axes |= {job.mesh[axis].get_group().group_name: axis for axis in ("dp_replicate", "fsdp", "pp")}
     collectives = {}
     for entry in flight_record()[before:]:
-        axis = axes.get(entry["process_group"][0], "several")
+        axis = axes.get(entry["process_group"][0], "joined axes")
         kind = entry["profiling_name"].removeprefix("gloo:")
         size = n_bytes(entry["input_sizes"], entry["input_dtypes"])
         if kind == "all_gather":  # the buffer that all ranks fill
@@ -153,7 +155,6 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(name, tmp_path, m
         assert mine["peak_bytes"] == pytest.approx(before + min(peers), rel=0.10)
 
 
-
 # ---- against closed forms ----------------------------------------------------------------------
 
 SMALL = "--simulate 1 --seq-len 64 --local-batch-size 2"
@@ -185,6 +186,16 @@ def test_recomputed_flops_are_those_of_the_matmuls_not_saved(ac, again, tmp_path
     assert rank["flops"]["recomputed"] == expected
 
 
+def test_context_parallel_ranks_multiply_prefixes_only(tmp_path):
+    """2 cp chunks, the i-th of which sees i: (2 cp + 1) / 4 cp of all pairs, alike on all ranks."""
+    c, cp = model.MODELS["debug"], 4
+    flags = f"--simulate {cp} --cp {cp} --seq-len 64 --local-batch-size 2"
+    for rank in simulate(tmp_path, f"{flags} --simulate-rank 0 1 2 3")["ranks"]:
+        linear = 2 * 64 * 6 * (model.count_parameters(c) - c.vocab_size * c.dim - n_norms(c))
+        attention = 2 * 64 * 6 * c.n_layers * 2 * c.dim * 64 * (2 * cp + 1) / (4 * cp)
+        assert rank["flops"]["forward"] * 3 == (linear + attention) / cp
+
+
 def test_tensor_parallel_ranks_share_the_flops(tmp_path):
     (alone,) = simulate(tmp_path / "1", SMALL)["ranks"]
     (shared,) = simulate(tmp_path / "2", SMALL.replace("simulate 1", "simulate 4 --tp 4"))["ranks"]
@@ -213,6 +224,21 @@ def test_the_8b_row_of_the_paper(tmp_path):
     assert sum(rank["peak_bytes_by_kind"].values()) == rank["peak_bytes"]
 
 
+def test_a_ring_sends_what_the_arithmetic_says(tmp_path):
+    """Of tp 4: (n-1)/n of a buffer, twice that for an all-reduce; a pipeline sends all of it."""
+    flags = "--simulate 8 --tp 4 --pp 2 --simulate-rank 0"
+    (rank,) = simulate(tmp_path, flags)["ranks"]
+    tp, pp = rank["collectives"]["tp"], rank["collectives"]["pp"]
+    assert tp["all_gather"]["sent_bytes"] * 4 == tp["all_gather"]["bytes"] * 3
+    # in each of 4 microbatches: 2 in each of 3 blocks, as many in their backward, and 1 for the
+    # gradient of the embedding, of (1, 256, 256) in bf16
+    activation = 256 * 256 * 2
+    expected = {"calls": 52, "bytes": 52 * activation, "sent_bytes": 39 * activation}
+    assert tp["all_gather"] == expected
+    assert tp["all_reduce"]["sent_bytes"] == tp["all_reduce"]["bytes"] * 2 * 3 / 4
+    assert pp["send"] == {"calls": 4, "bytes": activation, "sent_bytes": activation}  # T/tp of it
+
+
 def test_float8_all_gather_sends_half(tmp_path):
     flags = "--simulate 8 --set dim=512 --float8 tensorwise"
     plain, small = (
@@ -222,6 +248,31 @@ def test_float8_all_gather_sends_half(tmp_path):
     c = dataclasses.replace(model.MODELS["debug"], dim=512)
     linears = c.n_layers * (4 * c.dim * c.dim + 3 * c.dim * c.ffn_dim)  # all K = H here
     assert plain["all_gather"]["bytes"] - small["all_gather"]["bytes"] == 2 * linears  # twice each
+
+
+def steps_with_and_without_an_account():
+    args, config = train.read_flags("--local-batch-size 1 --set n_layers=1".split())
+    job = train.build(args, config, torch.device("cpu"))
+    tokens = torch.zeros(1, args.seq_len, dtype=torch.int64)
+
+    def step():
+        train.train_step(job, tokens, tokens, local_batch_size=1, max_norm=1.0)
+
+    def hooks():
+        return sum(len(module._forward_hooks) for module in job.parts[0].modules())
+
+    step()  # makes the optimizer's states, and FSDP's hooks
+    before = hooks()
+    with parallel.Account(job.parts, job.optimizer, job.mesh) as account:
+        step()
+    counted, flops = len(account.events), str(account.flops)
+    step()
+    assert counted > 100 and "backward" in flops and account.peak()[1]["optimizer"] > 0
+    assert (hooks(), len(account.events), str(account.flops)) == (before, counted, flops)
+
+
+def test_an_account_ends_with_its_step():
+    run_ranks(1, steps_with_and_without_an_account)
 
 
 def test_a_long_context_takes_no_mask(tmp_path):
@@ -249,10 +300,10 @@ def test_interleaving_the_405b_gains_what_the_formula_says():
 def test_stage_durations_follow_the_flops():
     """Two stages, 2 blocks and 1 block with a head of 3 blocks; half of a block is recomputed."""
     stages = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", "output"]]
-    first, last = pipeline.stage_durations(stages, head=3.0, recomputed=0.5)
+    first, last = pipeline.stage_durations(stages, head=3.0, block_again=0.5, head_again=1.0)
     mean = (2 + 4) / 2
-    assert first == {"F": 2 / mean, "B": (4 + 1) / mean, "I": (2 + 1) / mean, "W": 2 / mean}
-    assert last == {"F": 4 / mean, "B": 8.5 / mean, "I": 4.5 / mean, "W": 4 / mean}
+    for found, *expected in ((first, 2, 5, 2.5, 2.5), (last, 4, 11.5, 5.75, 5.75)):
+        assert [found[kind] * mean for kind in "FBIW"] == pytest.approx(expected)
 
 
 def test_a_pipeline_shows_its_heavy_last_stage(tmp_path):
@@ -263,6 +314,26 @@ def test_a_pipeline_shows_its_heavy_last_stage(tmp_path):
     assert sum(schedule["work"]) == pytest.approx(2)
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
     assert schedule["in_flight"] == [2, 1]
+
+
+def test_the_time_line_does_not_depend_on_which_ranks_are_traced(tmp_path):
+    """With or without the head: blocks are computed again, and in the last stage the head too."""
+    flags = "--simulate 2 --pp 2 --pp-schedule Interleaved1F1B --ac full --loss-chunks 4"
+    a, b = (simulate(tmp_path, f"{flags} --simulate-rank {r}")["schedule"] for r in ("0", "1"))
+    assert a == b
+
+
+def test_a_v_schedule_with_the_head_on_the_first_rank(tmp_path):
+    flags = "--simulate 4 --pp 4 --pp-schedule DualPipeV --local-batch-size 8 --ac full"
+    found = simulate(tmp_path, flags)
+    assert found["ranks"][0]["stages"] == ["tok_embeddings", "norm..output"]
+    assert found["schedule"]["work"][0] < 1 < found["schedule"]["work"][1]
+
+
+def test_a_stage_without_a_block_is_no_trouble(tmp_path):
+    found = simulate(tmp_path, "--simulate 2 --pp 2 --pp-split layers.0 --set n_layers=1")
+    assert found["ranks"][0]["stages"] == ["tok_embeddings"]
+    assert found["schedule"]["work"] == [0, 2]
 
 
 # ---- the command -------------------------------------------------------------------------------
@@ -292,7 +363,7 @@ def test_it_needs_no_data_tokenizer_or_hardware(tmp_path, monkeypatch):
         ("--simulate 8 --simulate-rank 8", "--simulate-rank 8 is none of --simulate 8"),
         ("--simulate-rank 1", "--simulate-rank [1] is about a simulation"),
         ("--gpu-memory-gib 80", "--gpu-memory-gib 80.0 is about a simulation"),
-        ("--simulate 8 --gpu-memory-gib 0", "--gpu-memory-gib 0.0 must be greater than 0"),
+        ("--simulate 8 --gpu-memory-gib 0", "--gpu-memory-gib 0.0 must be a size greater than 0"),
         ("--simulate 8 --tp 3", "make 6 ranks, but the world size is 8"),
     ],
 )
@@ -336,6 +407,24 @@ def test_what_does_not_fit_is_told_what_to_change(tmp_path):
     assert peak_bytes(tmp_path, f"{flags} {change}") == peak
     sizes = [size for _, size in fit["changes"]]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_batch_keeps_its_accumulation_and_refused_sizes_count_as_too_large(tmp_path):
+    """Float8 takes 16 tokens at a time: 2, 4, 6 .. sequences of 24."""
+    flags = "--simulate 2 --seq-len 24 --float8 rowwise --set n_layers=1 --local-batch-size 2"
+    fit = simulate(tmp_path, f"{flags} --global-batch-size 12 --gpu-memory-gib 0.05")["fit"]
+    local, whole = map(int, re.findall(r"\d+", fit["largest_batch"]))
+    assert local % 2 == 0 and whole == 3 * 2 * local
+
+
+def die(args, config, rank):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_is_an_error_and_no_hang(monkeypatch):
+    monkeypatch.setattr(train, "trace_rank", die)
+    with pytest.raises(train.TrainingError, match="was killed, for want of memory"):
+        train.main(["--simulate", "2"])
 
 
 def test_nothing_helps_where_the_state_is_too_large(tmp_path):
