@@ -50,6 +50,7 @@ import warnings
 import weakref
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -113,6 +114,23 @@ def build_mesh(device_type, *, pp, dp_replicate, dp_shard, cp, tp):
 # ---- 2. Tensor, sequence and loss parallelism --------------------------------------------------
 
 
+def look_up(embedding, tokens, *, tp_mesh):
+    """(B, T) -> (B, T/tp, D): each rank finds the tokens among its rows, the sum is scattered.
+
+    It is the forward of tok_embeddings under tp. The paper's style for it (RowwiseParallel) gives
+    the same numbers, but in the backward pass every rank makes the gradient of all V rows before it
+    takes its own: for 405B under a pipeline 8 GiB, kept from the first microbatch to the last.
+    """
+    rows = embedding.weight.to_local()  # (V/tp, D)
+    first = tp_mesh.get_local_rank() * -(-embedding.num_embeddings // tp_mesh.size())
+    elsewhere = (tokens < first) | (tokens >= first + rows.shape[0])
+    found = nn.functional.embedding((tokens - first).masked_fill(elsewhere, 0), rows)
+    found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # (B, T, D), of which tp sums
+    partial_sum = DTensor.from_local(found, tp_mesh, [Partial()], run_check=False)
+    x = partial_sum.redistribute(placements=[Shard(1)]).to_local()  # reduce-scatter over tp
+    return x.clone()  # since it is a view, of which FSDP warns
+
+
 def apply_tp(
     model,
     tp_mesh,
@@ -137,8 +155,6 @@ def apply_tp(
     Source:  paper §2.1.3 and B.3.
     """
     plan = {
-        # vocabulary-sharded look-up: each rank finds its own rows, the sum is scattered over T
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "output": ColwiseParallel(
             input_layouts=Shard(1),
@@ -148,10 +164,10 @@ def apply_tp(
     }
     plan = {name: style for name, style in plan.items() if getattr(model, name) is not None}
     parallelize_module(model, tp_mesh, plan)
-    if model.tok_embeddings is not None:
-        # it hands over a collective that nobody has waited for; a compiled block would read it too
-        # early and its gradient would be wrong without an error. A copy waits, and autograd sees it
-        model.tok_embeddings.register_forward_hook(lambda module, args, output: output.clone())
+    if (embedding := model.tok_embeddings) is not None:
+        weight = distribute_tensor(embedding.weight, tp_mesh, [Shard(0)], src_data_rank=None)
+        embedding.weight = nn.Parameter(weight)
+        embedding.forward = partial(look_up, embedding, tp_mesh=tp_mesh)
     for block in model.layers.values():
         plan = {
             "attention_norm": SequenceParallel(),  # (B, T/tp, D), as is the residual stream

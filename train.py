@@ -374,10 +374,11 @@ def check_mesh(args, config, world_size):
             f'--tp {args.tp} must divide {name} {value} (model "{args.model}"): '
             f"try --tp {' or '.join(divisors)}",
         )
+    rows = -(-config.vocab_size // args.tp)  # of all ranks but the last
     require(
-        config.vocab_size >= args.tp,
-        f"--tp {args.tp} must not exceed vocab_size {config.vocab_size}: every rank holds rows of "
-        f"the embedding; try --tp 1",
+        (args.tp - 1) * rows < config.vocab_size,
+        f"--tp {args.tp} leaves the last rank no row of the embedding, of which there are "
+        f"vocab_size {config.vocab_size} and others take {rows}: every rank holds some; try --tp 1",
     )
     unit = args.tp * (2 * args.cp if args.cp > 1 else 1)
     require(

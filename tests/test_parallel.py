@@ -396,6 +396,33 @@ def test_recomputing_a_block_repeats_its_gathers_and_full_one_scatter_too():
         assert on_ranks(2, f"--tp 2 --ac {ac}")[0]["backward"] == once | again
 
 
+class EmbeddingGradients(TorchDispatchMode):
+    """The shapes that embedding_dense_backward makes on this rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        result = op(*args, **kwargs or {})
+        if op is torch.ops.aten.embedding_dense_backward.default:
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+def embedding_gradient_shapes():
+    _, job, inputs, labels = build_job("--tp 2")
+    with EmbeddingGradients() as made:
+        train.forward_backward(job, inputs[:B], labels[:B], divisor_of(labels))
+    return made.shapes
+
+
+def test_no_tp_rank_makes_more_than_its_rows_of_the_embeddings_gradient():
+    assert run_ranks(2, embedding_gradient_shapes) == [[(34, D)], [(33, D)]]  # of 67
+
+
 # ---- 3. Context parallelism --------------------------------------------------------------------
 
 
