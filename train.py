@@ -1102,6 +1102,9 @@ def describe_stages(args, config):
         name, args.pp, args.local_batch_size // args.microbatch_size, args.stages_per_rank
     )
     lines[0] += f", bubble {pipeline.bubble_fraction(rows):.1%} if all stages cost the same"
+    if args.ac != "none" and pipeline.splits_backward(name):
+        lines.append(f"       --ac {args.ac} repeats a block for each of its weights, as backwards "
+                     "are split: Interleaved1F1B repeats it once")  # fmt: skip
     for pp_rank in range(args.pp):
         mine = pipeline.stages_of_rank(pp_rank, args.pp, len(stages), name)
         lines.append(f"       pp {pp_rank}: {', '.join(span(stages[s]) for s in mine)}")
