@@ -46,6 +46,7 @@ Sources: TorchTitan (arXiv 2410.06511) §2.3.1; torch.distributed.checkpoint ("D
 """
 
 import argparse
+import enum
 import fcntl
 import json
 import math
@@ -424,7 +425,7 @@ class Checkpointer:
 DCP = "torch.distributed.checkpoint."
 HARMLESS = {
     "torch.Size", "torch.serialization._get_layout", DCP + "filesystem._StorageInfo",
-    "pathlib.PosixPath", "pathlib._local.PosixPath",  # its home in Python 3.13
+    "pathlib.PosixPath",
     # not BytesStorageMetadata: DCP would unpickle the bytes of such an entry without restriction
     DCP + "metadata.ChunkStorageMetadata", DCP + "metadata.Metadata", DCP + "metadata.StorageMeta",
     DCP + "metadata.MetadataIndex", DCP + "metadata.TensorProperties",
@@ -432,10 +433,21 @@ HARMLESS = {
 }  # fmt: skip
 
 
+def enum_member(enum_class, name):
+    """The getattr by which Python 3.11.2, for one, pickles enums, and no more of it than that."""
+    if isinstance(enum_class, enum.EnumType) and name in enum_class.__members__:
+        return enum_class[name]
+    raise pickle.UnpicklingError(f"getattr of {name} has no place in a checkpoint's metadata")
+
+
 class MetadataUnpickler(pickle.Unpickler):
     """A pickle may name any function and call it; this one may name only what we write."""
 
     def find_class(self, module, name):
+        if (module, name) == ("builtins", "getattr"):
+            return enum_member
+        if module == "pathlib._local":
+            module = "pathlib"  # older Pythons have it here only
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or f"{module}.{name}" in HARMLESS:
             return super().find_class(module, name)

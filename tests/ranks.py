@@ -66,6 +66,8 @@ def run_program(world_size, flags, *, cwd, before=None, timeout_s=180, grace_s=1
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
+        for rank in range(world_size):  # a rank may be stopped before it begins
+            (Path(folder) / f"output-{rank}").touch()
         args = (world_size, folder, shlex.split(flags), Path(cwd), port, before)
         processes = [
             context.Process(target=_program_main, args=(r, *args)) for r in range(world_size)

@@ -6,6 +6,7 @@ give back is known without reading one. Comparisons are bitwise: saving and load
 
 import dataclasses
 import errno
+import io
 import json
 import math
 import multiprocessing
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import checkpoint
@@ -659,6 +660,11 @@ class RunsCode:
         return os.system, ("touch {}".format(os.environ["TRAP"]),)
 
 
+class ReachesOut:
+    def __reduce__(self):
+        return getattr, (torch.Size, "numel")
+
+
 def damage(path, how):
     metadata = checkpoint.read_metadata(path)
     cuts = {"data cut": ("__0_0.distcp", 2000), "metadata cut": (".metadata", 100)}
@@ -669,6 +675,8 @@ def damage(path, how):
         (path / "__0_0.distcp").unlink()
     elif how == "pickle runs code":
         (path / ".metadata").write_bytes(pickle.dumps(RunsCode()))
+    elif how == "pickle reaches out":
+        (path / ".metadata").write_bytes(pickle.dumps(ReachesOut()))
     else:  # DCP's own metadata, but a weight is declared to be a pickled object
         metadata.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -687,6 +695,7 @@ def check_damage(folder, trap):
         "metadata cut": "truncated",
         "metadata empty": "EOFError",
         "pickle runs code": "posix.system has no place",
+        "pickle reaches out": "getattr of numel has no place",
         "bytes": "BytesStorageMetadata has no place",
     }.items():
         shutil.rmtree(path)
@@ -701,6 +710,18 @@ def check_damage(folder, trap):
 
 def test_a_damaged_or_hostile_checkpoint_is_named_with_the_way_out(tmp_path):
     run_ranks(1, check_damage, tmp_path / "checkpoints", tmp_path / "trap")
+
+
+class OldEnum:
+    def __reduce__(self):
+        return getattr, (_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
+
+
+def test_metadata_of_other_pythons_can_be_read():
+    """3.11.2 pickles an enum's member by getattr; 3.13 has moved PosixPath."""
+    for text in (pickle.dumps(OldEnum()), b"cpathlib._local\nPosixPath\n(Vx\ntR."):
+        found = checkpoint.MetadataUnpickler(io.BytesIO(text)).load()
+        assert found in (_MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST, Path("x"))
 
 
 def test_a_damaged_train_state_is_named_with_the_way_out(tmp_path):
