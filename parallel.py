@@ -127,8 +127,7 @@ def look_up(embedding, tokens, *, tp_mesh):
     found = nn.functional.embedding((tokens - first).masked_fill(elsewhere, 0), rows)
     found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # (B, T, D), of which tp sums
     partial_sum = DTensor.from_local(found, tp_mesh, [Partial()], run_check=False)
-    x = partial_sum.redistribute(placements=[Shard(1)]).to_local()  # reduce-scatter over tp
-    return x.clone()  # since it is a view, of which FSDP warns
+    return partial_sum.redistribute(placements=[Shard(1)]).to_local()  # reduce-scatter over tp
 
 
 def apply_tp(
@@ -393,6 +392,8 @@ def apply_fsdp(model, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
              an all-reduce of the shard; at degree 1 only the casts.
     Source:  paper §2.1.2, §2.2.4, B.1, B.2 and B.7.
     """
+    # a DTensor's local part is one, which does no harm: nothing here works in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     is_hsdp = mesh["dp_replicate"].size() > 1
     options = {
         "mesh": mesh["hsdp"] if is_hsdp else mesh["fsdp"],

@@ -45,7 +45,6 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, redirect_stdout, suppress
@@ -547,8 +546,6 @@ def init_distributed(args):
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{Path(args.out).absolute()}/flight/rank-"
     if args.memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
-    # true of a norm whose output goes to a chunked loss, and harmless: nothing here works in place
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     options = {"timeout": timedelta(seconds=max(600.0, args.timeout_s))}  # compilation takes long
     if "RANK" not in os.environ:  # plain `python train.py`: a group of one, without a network
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
