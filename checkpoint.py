@@ -371,6 +371,7 @@ class Checkpointer:
         self.begin(step, build_state(model_parts, optimizer), train_state)
 
     def begin(self, step, state, train_state):
+        """Write the state of `build_state`, in a thread or (sync) before returning."""
         final = checkpoint_path(self.folder, step)
         temporary = final.with_name(f"{final.name}.tmp-{self.unique}")
         text = json.dumps(train_state, indent=1)
@@ -385,6 +386,7 @@ class Checkpointer:
         self.in_flight = step, writer, future.result
 
     def write(self, state, writer, *, planner):
+        """Save through DCP; returns, or raises on all ranks, when `writer` has published."""
         try:
             with torch.cuda.stream(self.stream):  # None: nothing happens
                 dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
@@ -444,6 +446,7 @@ class MetadataUnpickler(pickle.Unpickler):
     """A pickle may name any function and call it; this one may name only what we write."""
 
     def find_class(self, module, name):
+        """The object that the pickle names, if it is one of ours; else UnpicklingError."""
         if (module, name) == ("builtins", "getattr"):
             return enum_member
         if module == "pathlib._local":

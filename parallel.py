@@ -117,9 +117,10 @@ def build_mesh(device_type, *, pp, dp_replicate, dp_shard, cp, tp):
 def look_up(embedding, tokens, *, tp_mesh):
     """(B, T) -> (B, T/tp, D): each rank finds the tokens among its rows, the sum is scattered.
 
-    It is the forward of tok_embeddings under tp. The paper's style for it (RowwiseParallel) gives
-    the same numbers, but in the backward pass every rank makes the gradient of all V rows before it
-    takes its own: for 405B under a pipeline 8 GiB, kept from the first microbatch to the last.
+    It is the forward of tok_embeddings under tp, with tokens int64 of the whole vocabulary. The
+    paper's style for it (B.3, RowwiseParallel) gives the same numbers, but in the backward pass
+    every rank makes the gradient of all V rows before it takes its own: for 405B under a pipeline
+    8 GiB, kept from the first microbatch to the last.
     """
     rows = embedding.weight.to_local()  # (V/tp, D)
     first = tp_mesh.get_local_rank() * -(-embedding.num_embeddings // tp_mesh.size())
@@ -651,7 +652,7 @@ class Account(TorchDispatchMode):
             self.place = name
 
         def enter(*_):
-            self.place = name
+            arrive()
             self.depth += 1
 
         def leave(module, inputs, output):

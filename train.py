@@ -1400,8 +1400,8 @@ def describe_split(weights):
 def simulate(args, config, argv):
     """Print, and write into OUT/simulation.json, what ranks of --simulate do in one step.
 
-    Counted, not timed: memory at its peak, FLOPs, bytes that are sent. The kernels are the CPU's,
-    whose RMSNorm keeps more for its backward than CUDA's; compiled blocks would keep less still.
+    Counted, not timed: memory at its peak, FLOPs, bytes that are sent. The operations are those of
+    a CPU, where RMSNorm is several that keep float32 copies; nothing is compiled or fused.
     """
     ranks = sorted(set(args.simulate_rank or default_ranks(args)))
     rows = trace_ranks([(args, config, rank) for rank in ranks])
@@ -1410,8 +1410,8 @@ def simulate(args, config, argv):
     print(f"{rows[0]['plan']}split  of the weights of rank {' and '.join(map(str, ranks))}")
     print(describe_split(weights.values()))
     for is_on, note in (
-        (args.compile, "--compile is not traced: fused kernels keep less for the backward pass"),
-        (args.async_tp, "--async-tp is not traced: it sends the same"),
+        (args.compile, "--compile is not traced"),
+        (args.async_tp, "--async-tp is not traced"),
         (args.float8 == "mxfp8", "mxfp8 is emulated, which under tp sends other tensors"),
     ):
         if is_on:
