@@ -181,24 +181,17 @@ def skip_reason(name, shape, *, recipe, skip, tp):
 
 @contextmanager
 def quiet_torchao():
-    """Drop two kinds of log line that importing torchao writes on every rank; others pass.
+    """Import torchao without the log lines that it writes on every rank.
 
-    Its optional CUDA libraries that do not load here are not used by `torchao.float8` (MXFP8's are
-    asked for in apply_float8), and the Enum remark is for torchao's authors.
+    They say that its optional CUDA libraries do not load here: `torchao.float8` does not use them,
+    and apply_float8 asks for MXFP8's itself.
     """
-    loggers = [logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")]
-
-    def keep(record):
-        text = record.getMessage()
-        return not text.startswith("Failed to load") and "is an Enum subclass" not in text
-
-    for logger in loggers:
-        logger.addFilter(keep)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(keep)
+        logging.disable(before)
 
 
 def apply_float8(model, recipe, *, all_gather, skip, emulate, tp=1):

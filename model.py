@@ -111,26 +111,37 @@ def check_config(config):
             )
 
 
+def block_parameters(config):
+    """Number of parameters of one block: attention, feed_forward and two norms."""
+    attention = 2 * config.dim * config.head_dim * (config.n_heads + config.n_kv_heads)
+    return attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
+
+
 def count_parameters(config):
     """Number of parameters N; tied embeddings count once."""
-    attention = 2 * config.dim * config.head_dim * (config.n_heads + config.n_kv_heads)
-    block = attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
     embeddings = config.vocab_size * config.dim * (1 if config.tied_embeddings else 2)
-    return config.n_layers * block + embeddings + config.dim
+    return config.n_layers * block_parameters(config) + embeddings + config.dim
+
+
+def block_flops(config, seq_len):
+    """Model FLOPs of one token's forward and backward through one block: 6 N_block + 6 H (2 Dh) T.
+
+    A multiply-add is 2 FLOPs and the backward pass costs twice the forward, hence 6 for each
+    parameter. Attention is counted in full, without a discount for causality, and recomputation is
+    not counted, as MFU is defined in PaLM (arXiv 2204.02311, Appendix B).
+    """
+    attention = 6 * config.n_heads * 2 * config.head_dim * seq_len
+    return 6 * block_parameters(config) + attention
+
+
+def head_flops(config):
+    """The same for norm and output; looking an embedding up multiplies nothing."""
+    return 6 * (config.vocab_size * config.dim + config.dim)
 
 
 def flops_per_token(config, seq_len):
-    """Model FLOPs of one token's forward and backward: 6 (N - N_emb) + 6 L H (2 Dh) T.
-
-    A multiply-add is 2 FLOPs and the backward pass costs twice the forward, hence 6 per parameter
-    that multiplies; looking an embedding up multiplies nothing. Attention is counted in full,
-    without a discount for causality, and recomputation is not counted, as MFU is defined in PaLM
-    (arXiv 2204.02311, Appendix B).
-    """
-    lookups = 0 if config.tied_embeddings else config.vocab_size * config.dim
-    matmul = 6 * (count_parameters(config) - lookups)
-    attention = 6 * config.n_layers * config.n_heads * 2 * config.head_dim * seq_len
-    return matmul + attention
+    """Model FLOPs of one token's forward and backward through the whole model."""
+    return config.n_layers * block_flops(config, seq_len) + head_flops(config)
 
 
 # Dense bf16 peak of one device, TFLOPs, by a part of its name; the first match counts
@@ -287,6 +298,13 @@ class Transformer(nn.Module):
         """
         if self.config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
+
+
+def linear_names(config):
+    """Names of all linears of the model, such as layers.0.attention.wq, in its order."""
+    with torch.device("meta"):
+        whole = Transformer(config, seq_len=1)
+    return [name for name, module in whole.named_modules() if isinstance(module, nn.Linear)]
 
 
 # ---- 4. Initial weights ------------------------------------------------------------------------

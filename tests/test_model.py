@@ -82,8 +82,8 @@ def test_the_model_is_the_straight_line_llama(tied):
     "name, parameters, flops_at_8192",
     [  # Llama 3.1 and 3.2 model cards; FLOPs: 6 (N - N_emb) + 12 L H Dh T by hand
         ("debug", 6_163_712, None),
-        ("1b", 1_235_814_400, None),
-        ("3b", 3_212_749_824, None),
+        ("1b", 1_235_814_400, 10_636_111_872),
+        ("3b", 3_212_749_824, 27_732_215_808),
         ("8b", 8_030_261_248, 57_914_449_920),
         ("70b", 70_553_706_496, 481_442_709_504),
         ("405b", 405_853_388_800, 2_625_449_459_712),
@@ -97,6 +97,13 @@ def test_parameters_and_flops_are_the_published_ones(name, parameters, flops_at_
     assert model.count_parameters(config) == parameters
     if flops_at_8192:
         assert model.flops_per_token(config, 8192) == flops_at_8192
+
+
+def test_a_block_and_the_head_of_the_8b_cost_what_their_shapes_say():
+    """By hand, at 8,192 tokens: wq wo 2 x 4096^2, wk wv 2 x 4096 x 1024, w1 w2 w3, two norms."""
+    block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    assert model.block_flops(MODELS["8b"], 8192) == 6 * block + 12 * 32 * 128 * 8192
+    assert model.head_flops(MODELS["8b"]) == 6 * (128256 * 4096 + 4096)
 
 
 def test_debug_flops_at_2048():
