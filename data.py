@@ -265,19 +265,23 @@ def show_progress(arrays, counts, files):
     """Pass arrays of tokens on; say on stderr how far they are, every 5 s and at the end."""
     n_bytes = sum(f.stat().st_size for f in files)
     start = shown = time.monotonic()
-    for array in itertools.chain(arrays, [None]):
-        counts["tokens"] += 0 if array is None else len(array)
-        if array is None or time.monotonic() > shown + 5:
+
+    def say(elapsed_s):
+        left_s = elapsed_s * (n_bytes / max(1, counts["bytes"]) - 1)
+        print(
+            f"tokenised {counts['files']:,} of {len(files):,} files: {counts['documents']:,} "
+            f"documents, {counts['tokens'] / 1e6:,.2f} M tokens, "
+            f"{counts['tokens'] / 1e6 / elapsed_s:.2f} M tokens/s, {left_s:.0f} s left",
+            file=sys.stderr,
+        )
+
+    for array in arrays:
+        counts["tokens"] += len(array)
+        if time.monotonic() > shown + 5:
             shown = time.monotonic()
-            left_s = (shown - start) * (n_bytes / max(1, counts["bytes"]) - 1)
-            print(
-                f"tokenised {counts['files']:,} of {len(files):,} files: {counts['documents']:,} "
-                f"documents, {counts['tokens'] / 1e6:,.2f} M tokens, "
-                f"{counts['tokens'] / 1e6 / (shown - start):.2f} M tokens/s, {left_s:.0f} s left",
-                file=sys.stderr,
-            )
-        if array is not None:
-            yield array
+            say(shown - start)
+        yield array
+    say(time.monotonic() - start)
 
 
 @contextlib.contextmanager
@@ -391,7 +395,7 @@ class TokenShards:
         return tokens
 
 
-def open_tokens(data, tokenizer_spec, *, cache_dir, is_builder):
+def open_tokens(data, tokenizer_spec, *, data_cache, is_builder):
     """The tokens that --data names: a folder of shards as it is, text through a cache of shards.
 
     On first use the process with `is_builder` tokenises the text. The others look for the folder
@@ -411,7 +415,7 @@ def open_tokens(data, tokenizer_spec, *, cache_dir, is_builder):
     # the standard library is the same on every node, except for when it was installed
     stats = [(f.name, f.stat().st_size, data and f.stat().st_mtime_ns) for f in files]
     key = hashlib.sha256(repr((tokenizer.fingerprint, stats)).encode()).hexdigest()[:16]
-    folder = Path(cache_dir) / f"tokens-{key}"
+    folder = Path(data_cache) / f"tokens-{key}"
     packed = (".gz", ".parquet")  # to a third, roughly
     n_bytes = sum(f.stat().st_size * (3 if f.suffix in packed else 1) for f in files)
     if n_bytes > 2e9 and not folder.is_dir():
@@ -427,6 +431,27 @@ def open_tokens(data, tokenizer_spec, *, cache_dir, is_builder):
     while not is_builder and not folder.is_dir():
         time.sleep(0.2)
     return TokenShards(folder)
+
+
+def check_tokens(tokens, *, source, tokenizer, vocab_size, seq_len, needed):
+    """Raise ValueError if the tokens do not fit the model or are fewer than needed.
+
+    Args:    source and tokenizer, the flags as typed; vocab_size, of the model; needed, the number
+             of sequences that are read at once.
+    """
+    if tokens.vocab_size > vocab_size:
+        raise ValueError(
+            f"--tokenizer {tokenizer} has {tokens.vocab_size} tokens, but vocab_size of the model "
+            f"is {vocab_size}: every token needs a row of the embedding; try "
+            f"--set vocab_size={tokens.vocab_size}"
+        )
+    n_windows = tokens.n_windows(seq_len)
+    if n_windows < needed:
+        raise ValueError(
+            f"{source} has {tokens.n_tokens} tokens, which make {n_windows} sequences of --seq-len "
+            f"{seq_len}, but {needed} are needed at once (--global-batch-size): try more text, or "
+            "less of the two"
+        )
 
 
 # ---- 5. Shuffle --------------------------------------------------------------------------------
@@ -502,36 +527,40 @@ def validation_batch_at(tokens, positions, *, seq_len):
 
 
 class BatchLoader:
-    """Prepares the next step's batch in a thread while this step runs.
+    """Prepares the next global batch in a thread while this step runs.
 
-    Args:    read(step) -> (inputs, labels) on the CPU, and the device that they go to.
+    Args:    read(position) -> (inputs, labels) on the CPU: this rank's part of the global batch
+             that begins at that position of the endless row; the device that they go to; stride,
+             the sequences of a global batch, after which the next one begins.
     Costs:   no host sync on CUDA: the thread copies from pinned memory on a stream of its own, and
              the step's stream, not the host, waits for the copy.
     """
 
-    def __init__(self, read, device):
-        self.read = read
+    def __init__(self, read, device, *, stride):
+        self.read, self.stride = read, stride
         self.device = torch.device(device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.thread = ThreadPoolExecutor(1)
-        self.ahead = {}  # the step being prepared: its future
+        self.ahead = {}  # the position being prepared: its future
         self.wait_s = 0.0  # seconds that the last get waited
 
-    def prepare(self, step):
-        batch = self.read(step)
+    def prepare(self, position):
+        batch = self.read(position)
         if self.stream is None:
             return [x.to(self.device) for x in batch], None
         with torch.cuda.stream(self.stream):  # makes its GPU the thread's, which would be GPU 0
             batch = [x.pin_memory().to(self.device, non_blocking=True) for x in batch]
             return batch, self.stream.record_event()
 
-    def get(self, step):
-        """Inputs and labels of `step` on the device. What `read` raised is raised here."""
+    def get(self, position):
+        """Inputs and labels from `position` on, on the device; raises what `read` raised."""
         start = time.perf_counter()
-        future = self.ahead.get(step) or self.thread.submit(self.prepare, step)  # first, or a jump
+        # not prepared: the first one, or a jump
+        future = self.ahead.get(position) or self.thread.submit(self.prepare, position)
         batch, copied = future.result()
         self.wait_s = time.perf_counter() - start
-        self.ahead = {step + 1: self.thread.submit(self.prepare, step + 1)}
+        following = position + self.stride
+        self.ahead = {following: self.thread.submit(self.prepare, following)}
         if copied is not None:
             step_stream = torch.cuda.current_stream(self.device)
             step_stream.wait_event(copied)

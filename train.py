@@ -497,23 +497,6 @@ def split_stages(args, config):
     )
 
 
-def check_data(args, config, tokens, *, source, needed):
-    """Raise ValueError if the tokens do not fit the model or are fewer than `needed` sequences."""
-    require(
-        tokens.vocab_size <= config.vocab_size,
-        f"--tokenizer {args.tokenizer} has {tokens.vocab_size} tokens, but vocab_size of model "
-        f'"{args.model}" is {config.vocab_size}: every token needs a row of the embedding; try '
-        f"--set vocab_size={tokens.vocab_size}",
-    )
-    n_windows = tokens.n_windows(args.seq_len)
-    require(
-        n_windows >= needed,
-        f"{source} has {tokens.n_tokens} tokens, which make {n_windows} sequences of --seq-len "
-        f"{args.seq_len}, but {needed} are needed at once (--global-batch-size "
-        f"{args.global_batch_size}): try more text, or less of the two",
-    )
-
-
 def read_flags(argv):
     """(args, ModelConfig) of a command that may run: its defaults filled in, its rules checked."""
     args = parse_args(argv)
@@ -1580,14 +1563,15 @@ def main(argv=None):
     if args.simulate:
         return simulate(args, config, sys.argv[1:] if argv is None else argv)
     is_builder = rank_from_env("LOCAL_RANK") == 0
-    cache = {"cache_dir": Path(args.data_cache), "is_builder": is_builder}
+    cache = {"data_cache": args.data_cache, "is_builder": is_builder}
+    fits = {"vocab_size": config.vocab_size, "seq_len": args.seq_len, "tokenizer": args.tokenizer}
     tokens = data.open_tokens(args.data, args.tokenizer, **cache)
     source = f"--data {args.data or '(default)'}"
-    check_data(args, config, tokens, source=source, needed=args.global_batch_size)
+    data.check_tokens(tokens, source=source, needed=args.global_batch_size, **fits)
     val_tokens = None
     if args.val_data:
         val_tokens = data.open_tokens(args.val_data, args.tokenizer, **cache)
-        check_data(args, config, val_tokens, source=f"--val-data {args.val_data}", needed=1)
+        data.check_tokens(val_tokens, source=f"--val-data {args.val_data}", needed=1, **fits)
     if args.warmup_steps > args.steps and rank == 0:
         print(f"--warmup-steps {args.warmup_steps} is cut to --steps {args.steps}")
     out_lock = checkpoint.lock_folder(Path(args.out)) if rank == 0 else None
@@ -1625,14 +1609,13 @@ def main(argv=None):
 
     # 4. Which windows a step reads is a pure function of the sequences consumed before it
     per_rank = args.global_batch_size // job.mesh["data"].size()
-    first_position = sequences + job.mesh["data"].get_local_rank() * per_rank
+    skipped = job.mesh["data"].get_local_rank() * per_rank  # what other ranks read before this one
 
-    def read(step):
-        start = first_position + (step - done - 1) * args.global_batch_size
-        positions = range(start, start + per_rank)
-        return data.batch_at(tokens, positions, seq_len=args.seq_len, seed=args.seed)
+    def read(position):
+        mine = range(position + skipped, position + skipped + per_rank)
+        return data.batch_at(tokens, mine, seq_len=args.seq_len, seed=args.seed)
 
-    loader = data.BatchLoader(read, device)
+    loader = data.BatchLoader(read, device, stride=args.global_batch_size)
     metrics = Metrics(args, job, done + 1)
     gc.disable()  # ranks that collect at different moments make all others wait
     signals = catch_signals()
@@ -1644,7 +1627,7 @@ def main(argv=None):
             for step in range(done + 1, args.steps + 1):
                 for group in job.optimizer.param_groups:
                     group["lr"] = lr_at(step, args)
-                inputs, labels = loader.get(step)
+                inputs, labels = loader.get(sequences)
                 metrics.data_s += loader.wait_s
                 stats = train_step(
                     job,

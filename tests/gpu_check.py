@@ -498,7 +498,7 @@ def main():
         folder, text = Path(name), Path(name) / "source.txt"
         # easy and always the same, so that float8's deviation does not depend on the day
         text.write_text("".join(f"{k} times {k} is {k * k}. " for k in range(20_000)))
-        tokens = data.open_tokens(str(text), "bytes", cache_dir=folder, is_builder=True)
+        tokens = data.open_tokens(str(text), "bytes", data_cache=folder, is_builder=True)
         device = train.init_distributed(train.parse_args([]))
         bench = Bench(device, SMALL[device_type], tokens, folder)
         print(describe_machine(bench), flush=True)

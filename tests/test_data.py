@@ -290,7 +290,7 @@ def test_an_id_outside_the_vocabulary_stops_the_read(tmp_path):
 def test_shards_of_another_tokenizer_are_refused_naming_both(tmp_path, bpe):
     make_shards(tmp_path / "s", list(range(50)))
     with pytest.raises(ValueError, match=r"--tokenizer .*tiny.model .*, bytes did"):
-        data.open_tokens(tmp_path / "s", bpe, cache_dir=tmp_path / "c", is_builder=True)
+        data.open_tokens(tmp_path / "s", bpe, data_cache=tmp_path / "c", is_builder=True)
 
 
 def test_text_is_tokenised_once_and_waiting_ranks_get_it(tmp_path):
@@ -298,7 +298,7 @@ def test_text_is_tokenised_once_and_waiting_ranks_get_it(tmp_path):
     opened = []
 
     def open_tokens(is_builder):
-        cache = {"cache_dir": tmp_path / "cache", "is_builder": is_builder}
+        cache = {"data_cache": tmp_path / "cache", "is_builder": is_builder}
         opened.append(data.open_tokens(tmp_path / "a.txt", "bytes", **cache))
 
     thread = threading.Thread(target=open_tokens, args=[False], daemon=True)
@@ -316,11 +316,27 @@ def test_text_is_tokenised_once_and_waiting_ranks_get_it(tmp_path):
     assert opened[3].fingerprint != opened[2].fingerprint
 
 
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"vocab_size": 257}, "--tokenizer bytes has 258 tokens.*try --set vocab_size=258"),
+        ({"needed": 4}, r"--data x has 100 tokens, which make 3 sequences of --seq-len 32, but 4"),
+    ],
+)
+def test_tokens_that_do_not_fit_the_model_or_are_too_few_are_refused(tmp_path, wrong, said):
+    (tmp_path / "a.txt").write_text("b" * 98)  # with BOS and EOS 100 tokens, 99 of them labels
+    tokens = data.open_tokens(tmp_path, "bytes", data_cache=tmp_path / "c", is_builder=True)
+    fits = {"source": "--data x", "tokenizer": "bytes", "vocab_size": 258, "seq_len": 32}
+    data.check_tokens(tokens, **fits, needed=3)
+    with pytest.raises(ValueError, match=said):
+        data.check_tokens(tokens, **{**fits, "needed": 3, **wrong})
+
+
 def test_a_large_corpus_is_refused_with_the_command_to_run(tmp_path):
     with open(tmp_path / "big.jsonl.gz", "wb") as stream:
         stream.truncate(700_000_000)  # sparse; counted 3 times: 2.1 GB
     with pytest.raises(ValueError, match=r"data.py --data .* --tokenizer bytes --out tokens"):
-        data.open_tokens(tmp_path, "bytes", cache_dir=tmp_path / "c", is_builder=True)
+        data.open_tokens(tmp_path, "bytes", data_cache=tmp_path / "c", is_builder=True)
 
 
 # ---- 5. Shuffle --------------------------------------------------------------------------------
@@ -394,29 +410,32 @@ def test_validation_beyond_the_last_window_counts_for_nothing(tmp_path):
     assert sorted(labels[labels != -100].tolist()) == list(range(1, 31))
 
 
-def test_the_loader_reads_ahead_and_raises_in_get():
+def test_the_loader_reads_one_global_batch_ahead_and_raises_in_get():
     started = threading.Event()
 
-    def read(step):
-        if step == 1:
+    def read(position):
+        if position == 4:
             started.set()
-        if step == 2:
+        if position == 8:
             raise OSError("disk gone")
-        return torch.tensor([step]), torch.tensor([-step])
+        return torch.tensor([position]), torch.tensor([-position])
 
-    loader = data.BatchLoader(read, "cpu")
+    loader = data.BatchLoader(read, "cpu", stride=4)
     assert loader.get(0)[0].item() == 0
-    assert started.wait(10)  # without get(1)
-    assert [x.item() for x in loader.get(1)] == [1, -1] and loader.wait_s >= 0
+    assert started.wait(10)  # without get(4)
+    assert [x.item() for x in loader.get(4)] == [4, -4] and loader.wait_s >= 0
     with pytest.raises(OSError, match="disk gone"):
-        loader.get(2)
+        loader.get(8)
     assert loader.get(7)[0].item() == 7  # a jump
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_loader_copies_to_the_gpu_without_host_sync():
-    loader = data.BatchLoader(lambda s: (torch.full((64, 4096), s), torch.full((64,), -s)), "cuda")
+    def read(position):
+        return torch.full((64, 4096), position), torch.full((64,), -position)
+
+    loader = data.BatchLoader(read, "cuda", stride=1)
     loader.get(0)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -73,7 +73,7 @@ def losses_of(folder, out):
 def plain_losses(folder, steps):
     """A dozen lines without any of this project but the model and its data."""
     tokens = data.open_tokens(
-        str(folder / "text"), "bytes", cache_dir=folder / ".cache", is_builder=True
+        str(folder / "text"), "bytes", data_cache=folder / ".cache", is_builder=True
     )
     config = model.ModelConfig(32, 2, 4, 2, 48, vocab_size=300)
     transformer = model.Transformer(config, seq_len=32)
@@ -291,7 +291,7 @@ def test_init_from_takes_weights_alone_and_begins_at_step_and_window_zero(folder
     stored = {key.removeprefix(".").removeprefix("model."): t for key, t in stored.items()}
     transformer.load_state_dict({n: stored[n] for n, _ in transformer.named_parameters()})
     tokens = data.open_tokens(
-        str(folder / "text"), "bytes", cache_dir=folder / ".cache", is_builder=True
+        str(folder / "text"), "bytes", data_cache=folder / ".cache", is_builder=True
     )
     inputs, labels = data.batch_at(tokens, range(8), seq_len=32, seed=0)
     logits = transformer(inputs).flatten(0, 1)
@@ -663,7 +663,7 @@ def evaluate_on_ranks(folder, n_sequences):
     config = train.resolve_args(args, dist.get_world_size())
     job = train.build(args, config, torch.device("cpu"))
     tokens = data.open_tokens(
-        str(folder / "text"), "bytes", cache_dir=folder / ".cache", is_builder=True
+        str(folder / "text"), "bytes", data_cache=folder / ".cache", is_builder=True
     )
     tokens.n_windows = lambda seq_len: n_sequences
     inputs, labels = data.validation_batch_at(tokens, range(n_sequences), seq_len=32)
