@@ -14,21 +14,22 @@ which each rank takes its forwards and backwards. 1F1B ("one forward, one backwa
 
 (`python pipeline.py --pp-schedule 1F1B --pp 4 --n-microbatches 6` draws it, and any other.) With
 equal stages and a backward as long as two forwards, a rank works 3 M units and waits 3 (p-1) for
-the pipeline to fill and drain. The bubble, the idle share of its time, is (p-1) / (M + p-1):
+the pipeline to fill and drain. The bubble, the idle share of its time, is (p-1) / (M + p-1). What
+each schedule asks for is in SCHEDULES (§1); what it gives:
 
-    schedule                v      bubble                  most chunks in flight on rank r
-    GPipe                   1      (p-1) / (M + p-1)       M
-    1F1B                    1      (p-1) / (M + p-1)       min(M, p-r)
-    LoopedBFS               >= 2   (p-1) / (v M + p-1)     v M
-    Interleaved1F1B         >= 2   (p-1) / (v M + p-1)     min(v M, 2(p-r-1) + (v-1)p + 1)
-    InterleavedZeroBubble*  >= 2   (p-1) / (3 v M + p-1)   v p
-    ZBVZeroBubble*          2      (p-1) / (3 v M + p-1)   2 p
-    DualPipeV*              2      (p-1) / (3 v M + p-1)   2 p + 1
+    schedule               bubble                 most chunks in flight on rank r
+    GPipe                  (p-1) / (M + p-1)      M
+    1F1B                   (p-1) / (M + p-1)      min(M, p-r)
+    LoopedBFS              (p-1) / (v M + p-1)    v M
+    Interleaved1F1B        (p-1) / (v M + p-1)    min(v M, 2(p-r-1) + (v-1)p + 1)
+    InterleavedZeroBubble  (p-1) / (3 v M + p-1)  v p
+    ZBVZeroBubble          (p-1) / (3 v M + p-1)  2 p
+    DualPipeV              (p-1) / (3 v M + p-1)  2 p + 1
 
 A chunk is one microbatch on one stage, 1/v of the rank's layers; in flight means that its
 activations wait for the backward. So 1F1B has GPipe's bubble with less memory, and interleaving
 divides the bubble by about v. The rows with v >= 2 hold for M >= p (ZBVZeroBubble: 2p - 1), the
-chunks also ask that p divides M. The starred ones split a backward into the gradients of the input
+chunks also ask that p divides M. The last three split a backward into the gradients of the input
 (I), which the previous stage waits for, and of the weights (W), which nobody waits for and which
 fill bubbles. Op-level SAC, compiled blocks and `--reshard always` do not survive that split, and
 with `--ac full` a block runs forward again in I and once more for each weight matrix in W: up to 8
@@ -40,13 +41,10 @@ times (3.5 to 8 simulated with the zero-bubble schedules on 2 ranks, 1 to 1.7 wi
 Nothing else, whatever the number of parameters: hence pp is the outermost axis, over the slowest
 links. torch keeps a receive buffer for every microbatch and direction, under 1F1B too.
 
-Rank r holds the stages r, r + p, r + 2p ... (a loop), or under ZBVZeroBubble and DualPipeV r and
-S-1-r (a V, which puts the last stage, and so the loss, on rank 0).
-
 Three traps, each a wrong gradient without an error:
 
     * a second schedule object, for evaluation, would share the stages, and gradients come out zero:
-      there is one object, and `evaluate` borrows it;
+      there is one object, PipelineSchedule, for both;
     * torch divides gradients by M after the backward unless `scale_grads=False`, but our loss is
       already divided by the number of valid tokens of the whole global batch;
     * a split backward finds no weights that FSDP has freed: `build_schedule` has it keep them.
@@ -62,6 +60,7 @@ import argparse
 import copy
 import csv
 import itertools
+import math
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -72,34 +71,64 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    Schedule1F1B,
     _Action,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
 from torch.distributed.tensor import DTensor
 
+# What we borrow: torch keeps these names private, and has no public one for the same.
+#     torch.distributed.pipelining.schedules._Action                    reads and writes "0F1"
+#     torch.distributed.pipelining.schedules._PipelineScheduleRuntime   runs a schedule of one's own
+#     torch.distributed.pipelining.schedules._PipelineScheduleRuntime._load_csv
+
 # ---- 1. Schedules ------------------------------------------------------------------------------
-#
-# Where a function takes a schedule's name, the path of a CSV file will do as well: a row per rank,
-# a cell per computation, such as 0F0,0F1,0B0,0B1 (stage, kind, microbatch).
-
-SINGLE_STAGE = ("GPipe", "1F1B")
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-SCHEDULES = (*SINGLE_STAGE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SHAPED)
 
 
-def is_multi_stage(schedule):
-    """Whether a rank holds several stages (a CSV schedule may hold any number)."""
-    return schedule not in SINGLE_STAGE
+class Kind(NamedTuple):
+    """What a schedule asks of ranks and microbatches, and what it does with them."""
+
+    stages_per_rank: int | None  # v, exactly; None: 2 or more
+    shape: str  # loop: rank r holds the stages r, r + p, r + 2p ...; V: r and S - 1 - r
+    backward: str  # whole, or split into the gradients of the input (I) and of the weights (W)
+    microbatches: str  # how many: any; per-stage: one for each at least; rounds: equal ones of p
+
+
+SCHEDULES = {  # a V puts the last stage, and so the loss, on rank 0
+    "GPipe": Kind(1, "loop", "whole", "any"),
+    "1F1B": Kind(1, "loop", "whole", "per-stage"),
+    "Interleaved1F1B": Kind(None, "loop", "whole", "rounds"),
+    "LoopedBFS": Kind(None, "loop", "whole", "any"),
+    "InterleavedZeroBubble": Kind(None, "loop", "split", "rounds"),
+    "ZBVZeroBubble": Kind(2, "V", "split", "any"),
+    "DualPipeV": Kind(2, "V", "split", "per-stage"),
+}
+
+
+def order_1f1b(stage, n_stages, n_microbatches):
+    """What the rank of a stage computes under 1F1B, in order: [(kind, stage, microbatch), ...].
+
+    Around each forward F it receives an activation and sends its own on; around each backward B it
+    receives the gradient of what it sent, and sends that of what it received.
+    """
+    warmup = min(n_microbatches, n_stages - stage)  # forwards until the first backward can arrive
+    order = [("F", stage, i) for i in range(warmup)]
+    for i in range(n_microbatches - warmup):
+        order += [("B", stage, i), ("F", stage, warmup + i)]  # hence its name
+    return order + [("B", stage, i) for i in range(n_microbatches - warmup, n_microbatches)]
+
+
+def kind_of(schedule):
+    """The row of SCHEDULES, or one made of what a CSV file holds: the path of one is a name too."""
+    if schedule in SCHEDULES:
+        return SCHEDULES[schedule]
+    is_split = any(kind == "I" for row in read_csv(schedule) for kind, _, _ in row)
+    return Kind(None, "file", "split" if is_split else "whole", "file")
 
 
 def splits_backward(schedule):
     """Whether backwards are split in two: no op-level SAC, compile or `--reshard always` then."""
-    if schedule in SCHEDULES:
-        return schedule in ("InterleavedZeroBubble", *V_SHAPED)
-    return any(kind == "I" for row in read_csv(schedule) for kind, _, _ in row)
+    return kind_of(schedule).backward == "split"
 
 
 def flatten_actions(actions):
@@ -116,6 +145,7 @@ def flatten_actions(actions):
 def read_csv(path):
     """Return a schedule file's computations: [[(kind, stage, microbatch), ...] per rank].
 
+    A row per rank, a cell per computation, such as 0F0,0F1,0B0,0B1 (stage, kind, microbatch).
     Raises:  ValueError if the file cannot be read or holds anything else.
     """
     try:
@@ -127,8 +157,9 @@ def read_csv(path):
                 raise RuntimeError(f"{cell} is no computation")  # torch takes a good beginning
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         raise ValueError(
-            f"--pp-schedule-csv {path} cannot be read as a schedule ({error}): it needs a row per "
-            "rank of cells like 0F0 (stage, F B I or W, microbatch): mend it or use --pp-schedule"
+            f"--pp-schedule {path} cannot be read as a schedule ({error}): it is none of "
+            f"{', '.join(SCHEDULES)}, and a file needs a row per rank of cells like 0F0 (stage, F "
+            "B I or W, microbatch): mend the file, or take one of those"
         ) from error
     return [flatten_actions(row) for row in rows]
 
@@ -138,33 +169,36 @@ def count_stages(schedule, pp, stages_per_rank=None):
 
     Raises:  ValueError if the schedule cannot have that many stages on a rank.
     """
-    if schedule not in SCHEDULES:
-        stages = {stage for row in read_csv(schedule) for _, stage, _ in row}
-        n_stages = 1 + max(stages, default=-1)
+    kind = kind_of(schedule)
+    if kind.shape == "file":
+        n_stages = 1 + max((stage for row in read_csv(schedule) for _, stage, _ in row), default=-1)
         if stages_per_rank not in (None, n_stages / pp):
             raise ValueError(
-                f"--stages-per-rank {stages_per_rank} conflicts with --pp-schedule-csv {schedule}, "
+                f"--stages-per-rank {stages_per_rank} conflicts with --pp-schedule {schedule}, "
                 f"which has {n_stages} stages for --pp {pp}: leave --stages-per-rank to the file"
             )
         return n_stages
-    exactly = {**dict.fromkeys(SINGLE_STAGE, 1), **dict.fromkeys(V_SHAPED, 2)}.get(schedule)
-    v = (exactly or 2) if stages_per_rank is None else stages_per_rank
-    if v < 2 if exactly is None else v != exactly:
+    least = kind.stages_per_rank or 2
+    most = kind.stages_per_rank or math.inf
+    v = least if stages_per_rank is None else stages_per_rank
+    if not least <= v <= most:
         raise ValueError(
             f"--stages-per-rank {v} conflicts with --pp-schedule {schedule}, which needs "
-            f"{f'exactly {exactly}' if exactly else 'at least 2'}: leave --stages-per-rank out, or "
-            f"take --pp-schedule {'1F1B' if v < 2 else 'Interleaved1F1B'}"
+            f"{'exactly' if most == least else 'at least'} {least}: leave --stages-per-rank out, "
+            f"or take --pp-schedule {'1F1B' if v < 2 else 'Interleaved1F1B'}"
         )
     return pp * v
 
 
 def stages_of_rank(pp_rank, pp, n_stages, schedule):
     """Indices of the stages that a pp rank holds, ascending."""
-    if schedule not in SCHEDULES:
-        return sorted({stage for _, stage, _ in read_csv(schedule)[pp_rank]})
-    if schedule in V_SHAPED:
-        return [pp_rank, n_stages - 1 - pp_rank]
-    return list(range(pp_rank, n_stages, pp))
+    match kind_of(schedule).shape:
+        case "loop":
+            return list(range(pp_rank, n_stages, pp))
+        case "V":
+            return [pp_rank, n_stages - 1 - pp_rank]
+        case "file":
+            return sorted({stage for _, stage, _ in read_csv(schedule)[pp_rank]})
 
 
 def check_schedule(schedule, *, pp, n_microbatches, stages_per_rank=None):
@@ -173,31 +207,32 @@ def check_schedule(schedule, *, pp, n_microbatches, stages_per_rank=None):
     if min(pp, n_microbatches) < 1:
         raise ValueError(f"--pp {pp} with {given} is no pipeline: each must be 1 or more")
     n_stages = count_stages(schedule, pp, stages_per_rank)
-    if schedule not in SCHEDULES:
-        problem = _csv_problem(schedule, n_stages, pp=pp, n_microbatches=n_microbatches)
-        if problem:
-            raise ValueError(
-                f"--pp-schedule-csv {schedule} conflicts with --pp {pp} and {given}: {problem}, "
-                "but it needs a row per rank and, of each stage and microbatch, one F, then one B "
-                "or one I and W: mend the file, or change --pp or the batch"
-            )
-        return
     conflict = f"--pp-schedule {schedule} with --pp {pp} conflicts with {given}"
-    least = {"1F1B": pp, "DualPipeV": n_stages}.get(schedule, 1)
-    if n_microbatches < least:
-        raise ValueError(
-            f"{conflict}: it needs one for each of its {least} stages: raise --local-batch-size, "
-            f"lower --microbatch-size, or take {'GPipe' if n_stages == pp else 'ZBVZeroBubble'}"
-        )
-    rounds = max(1, n_microbatches // pp)
-    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and n_microbatches % rounds:
-        raise ValueError(
-            f"{conflict}: they must divide into {n_microbatches} // {pp} = {rounds} equal rounds: "
-            f"try {rounds * pp} or {(rounds + 1) * pp} microbatches, or LoopedBFS"
-        )
+    match kind_of(schedule).microbatches:
+        case "file":
+            if problem := csv_problem(schedule, n_stages, pp=pp, n_microbatches=n_microbatches):
+                raise ValueError(
+                    f"{conflict}: {problem}, but it needs a row per rank and, of each stage and "
+                    "microbatch, one F, then one B or one I and W: mend the file, or change --pp "
+                    "or the batch"
+                )
+        case "per-stage":
+            if n_microbatches < n_stages:
+                raise ValueError(
+                    f"{conflict}: it needs one for each of its {n_stages} stages: raise "
+                    "--local-batch-size, lower --microbatch-size, or take "
+                    f"{'GPipe' if n_stages == pp else 'ZBVZeroBubble'}"
+                )
+        case "rounds":
+            rounds = max(1, n_microbatches // pp)
+            if n_microbatches % rounds:
+                raise ValueError(
+                    f"{conflict}: they must divide into {n_microbatches} // {pp} = {rounds} equal "
+                    f"rounds: try {rounds * pp} or {(rounds + 1) * pp} microbatches, or LoopedBFS"
+                )
 
 
-def _csv_problem(path, n_stages, *, pp, n_microbatches):
+def csv_problem(path, n_stages, *, pp, n_microbatches):
     """What keeps a file from being a complete, executable schedule here, or None."""
     rows = read_csv(path)
     if len(rows) != pp or not all(rows):
@@ -211,16 +246,51 @@ def _csv_problem(path, n_stages, *, pp, n_microbatches):
         if (stage, i) not in expected or done not in ("BF", "FIW"):
             return f"of microbatch {i} stage {stage} does {done or 'nothing'}"
     try:
-        _mock_schedule(path, pp, n_microbatches, None)
+        mock_schedule(path, pp, n_microbatches, None)
     except AssertionError as error:  # torch finds the order impossible
         return str(error).splitlines()[0]
     return None
 
 
+def check_pipeline(schedule, *, pp, local_batch_size, microbatch_size, stages_per_rank, tied):
+    """Raise ValueError if batch or model do not suit this pipeline; tied, its embeddings are."""
+    if tied:
+        raise ValueError(
+            f"--pp {pp} and tied embeddings exclude each other: the first and the last stage would "
+            "share one weight; try --pp 1, or --set tied_embeddings=false"
+        )
+    if local_batch_size % microbatch_size:
+        below = local_batch_size // microbatch_size * microbatch_size
+        raise ValueError(
+            f"--local-batch-size {local_batch_size} must be a multiple of --microbatch-size "
+            f"{microbatch_size}, into which a pipeline cuts it: try --local-batch-size "
+            f"{f'{below} or ' if below else ''}{below + microbatch_size}"
+        )
+    n_microbatches = local_batch_size // microbatch_size
+    check_schedule(
+        schedule, pp=pp, n_microbatches=n_microbatches, stages_per_rank=stages_per_rank
+    )
+
+
+def check_split_backward(schedule, *, ac, compile, reshard):
+    """Raise ValueError for a technique that does not survive a backward in two halves."""
+    for typed, is_given, instead in (
+        ("--ac op", ac == "op", "--ac full"),
+        ("--compile", compile, "no --compile"),
+        ("--reshard always", reshard == "always", "--reshard default"),
+    ):
+        if is_given and splits_backward(schedule):
+            raise ValueError(
+                f"{typed} conflicts with --pp-schedule {schedule}, which runs a block's "
+                "backward in two halves: what it needs is used up or freed after the first; try "
+                f"{instead}, or --pp-schedule Interleaved1F1B"
+            )
+
+
 # ---- 2. From the model to stages ---------------------------------------------------------------
 
 
-def split_layers(n_layers, n_stages, *, input_weight=1, output_weight=1):
+def split_layers(n_layers, n_stages, input_weight=1, output_weight=1):
     """Return the module names of each stage, dividing the layers as evenly as may be.
 
     tok_embeddings counts as `input_weight` layers, norm and output together as `output_weight`: the
@@ -230,6 +300,11 @@ def split_layers(n_layers, n_stages, *, input_weight=1, output_weight=1):
     Raises:  ValueError if the stages cannot be filled.
     Source:  paper §2.1.4; the rule is the one of the paper's system.
     """
+    if min(input_weight, output_weight) < 0:
+        raise ValueError(
+            f"--pp-end-weights {input_weight} {output_weight} must not be negative: try "
+            "--pp-end-weights 1 1"
+        )
     total = n_layers + input_weight + output_weight
     flags = f"--pp times --stages-per-rank is {n_stages}, which conflicts with n_layers {n_layers}"
     if not 1 <= n_stages <= total:
@@ -268,6 +343,23 @@ def split_at(n_layers, points):
     return [names[start:end] for start, end in zip([0, *cuts], [*cuts, len(names)], strict=True)]
 
 
+def split_model(n_layers, schedule, *, pp, stages_per_rank, pp_split, pp_end_weights):
+    """Return the module names of each stage as the flags say, which may be None but for `pp`.
+
+    Raises:  ValueError if the flags make another number of stages than the schedule has.
+    """
+    n_stages = count_stages(schedule, pp, stages_per_rank)
+    if not pp_split:
+        return split_layers(n_layers, n_stages, *(pp_end_weights or ()))
+    stages = split_at(n_layers, pp_split.split(","))
+    if len(stages) != n_stages:
+        raise ValueError(
+            f"--pp-split {pp_split} makes {len(stages)} stages, but --pp {pp} with --pp-schedule "
+            f"{schedule} needs {n_stages}: name {n_stages - 1} modules"
+        )
+    return stages
+
+
 def cut_stage(model, names):
     """Return a copy of the full model (on the meta device) that holds only the named modules.
 
@@ -286,102 +378,15 @@ def cut_stage(model, names):
 # ---- 3. Training and evaluating through a schedule ---------------------------------------------
 
 
-def _make_schedule(stages, schedule, n_microbatches, loss_fn=None):
+def make_torch_schedule(stages, schedule, n_microbatches, loss_fn=None):
     """torch's schedule object, for real stages or for stand-ins."""
     if schedule not in SCHEDULES:
         runtime = _PipelineScheduleRuntime(stages, n_microbatches, loss_fn, scale_grads=False)
         runtime._load_csv(schedule)
         return runtime
     schedule_class = get_schedule_class(schedule)
-    stages = stages if is_multi_stage(schedule) else stages[0]
+    stages = stages[0] if SCHEDULES[schedule].stages_per_rank == 1 else stages
     return schedule_class(stages, n_microbatches, loss_fn=loss_fn, scale_grads=False)
-
-
-def build_schedule(stage_modules, schedule, *, n_microbatches, loss_fn, pp_mesh, microbatch):
-    """Return the one schedule object of this rank.
-
-    Args:    stage_modules, in the order of `stages_of_rank`; loss_fn(output, labels,
-             n_valid_tokens=...); microbatch, two examples on the meta device: tokens (microbatch,
-             T/cp) int64 and the activation sent, (microbatch, T/(cp*tp), D), in the blocks' dtype.
-    When:    after FSDP has been applied.
-    Note:    knowing these shapes, torch runs no extra forward and backward to find them. The last
-             stage's output goes to loss_fn and is never sent, so its shape need not be told: plain
-             or vocabulary-sharded logits, or the input of a chunked head.
-    Source:  paper §2.1.4 and Appendix A.
-    """
-    pp, pp_rank = pp_mesh.size(), pp_mesh.get_local_rank()
-    stages_per_rank = len(stage_modules) if schedule in SCHEDULES else None
-    check_schedule(schedule, pp=pp, n_microbatches=n_microbatches, stages_per_rank=stages_per_rank)
-    n_stages = count_stages(schedule, pp, stages_per_rank)
-    indices = stages_of_rank(pp_rank, pp, n_stages, schedule)
-    tokens, activation = microbatch
-    activation = activation.detach().requires_grad_()  # its gradient is sent back
-    for module in stage_modules if splits_backward(schedule) else ():
-        if isinstance(module, FSDPModule):
-            # I looks for the weights in the graph; freed ones are not found, and W skips them
-            module.set_reshard_after_forward(False)
-    stages = [
-        PipelineStage(
-            module,
-            index,
-            n_stages,
-            torch.device(pp_mesh.device_type),
-            input_args=tokens if index == 0 else activation,
-            output_args=activation,
-            group=pp_mesh.get_group(),
-        )
-        for index, module in zip(indices, stage_modules, strict=True)
-    ]
-    return _make_schedule(stages, schedule, n_microbatches, loss_fn)
-
-
-def skip_warmup(schedule):
-    """For a fake process group: start without the ranks' vote on whether all shapes are known.
-
-    No answer would come there. A real group needs it: it opens the neighbours' connections.
-    """
-    from torch.distributed.pipelining._utils import InferenceMode  # new in torch 2.13
-
-    def set_static(stages, _has_backward, _p2p_done):
-        for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
-
-    schedule._warmup_p2p = set_static
-
-
-def _local_stages(schedule):
-    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
-
-
-def _run(step, schedule, inputs, labels, n_valid_tokens):
-    """Call schedule.step or schedule.eval; 0-d sum of the losses, zero without the last stage."""
-    n_rows = schedule._n_microbatches * _local_stages(schedule)[0]._user_meta.inputs[0].shape[0]
-    assert inputs.shape[0] == n_rows, f"a schedule for {n_rows} sequences got {inputs.shape[0]}"
-    losses = []
-    step(
-        inputs,
-        target=labels,
-        losses=losses,
-        return_outputs=False,
-        loss_kwargs={"n_valid_tokens": n_valid_tokens},
-    )
-    if not losses:
-        return torch.zeros((), device=inputs.device)
-    plain = [x.full_tensor() if isinstance(x, DTensor) else x for x in losses]  # loss parallel
-    return torch.stack(plain).detach().sum()
-
-
-def run_schedule(schedule, inputs, labels, n_valid_tokens):
-    """Forward and backward of the local batch; gradients add to `.grad`.
-
-    Args:    inputs and labels (local_batch, T/cp), the same on every pp rank; n_valid_tokens, the
-             divisor of the loss: a tensor, so that nothing waits for its value.
-    Returns: the sum of the microbatches' losses on the rank with the last stage, else zero: the
-             loss is the sum over pp. Under loss parallel, call it inside `loss_parallel()`.
-    Costs:   no host sync after the first run; under FSDP one reduce-scatter per parameter group,
-             after the last microbatch, and again for each further run that accumulates.
-    """
-    return _run(schedule.step, schedule, inputs, labels, n_valid_tokens)
 
 
 def forward_only(actions, stages):
@@ -397,35 +402,118 @@ def forward_only(actions, stages):
     return gather + forwards + free
 
 
-@torch.no_grad()
-def evaluate(schedule, inputs, labels, n_valid_tokens):
-    """The loss as in `run_schedule`, forward only, between optimizer steps.
+class PipelineSchedule:
+    """This rank's stages and the one torch schedule that runs them, to train and to evaluate.
 
-    torch's own `eval` walks through the backwards too, and fails under the V-shaped schedules:
-    meanwhile a multi-stage one gets a forward-only order. The last stage would also keep every
-    microbatch's logits for a backward that never comes: all but the newest are let go.
-
-    Note:    on changing to or from evaluation torch drops the gradients of FSDP modules.
+    Args:    stages, torch's PipelineStages of this rank, ascending; n_rows, the sequences of a
+             local batch; loss_fn(output, labels, n_valid_tokens).
     """
-    stages, loss_fn = _local_stages(schedule), schedule._loss_fn
-    orders = getattr(schedule, "pipeline_order_with_comms", None)  # multi-stage ones have it
 
-    def forget_then_loss(output, labels, n_valid_tokens):
-        cache = stages[-1].fwd_cache  # stages ascend: the last one here is the one with the loss
-        for i in list(cache)[:-1]:
-            del cache[i]
-        return loss_fn(output, labels, n_valid_tokens=n_valid_tokens)
+    def __init__(self, stages, schedule, *, n_microbatches, n_rows, loss_fn):
+        self.stages, self.n_rows, self.loss_fn = stages, n_rows, loss_fn
+        self.is_evaluating = False
+        self.schedule = make_torch_schedule(stages, schedule, n_microbatches, self.compute_loss)
 
-    try:
-        schedule._loss_fn = forget_then_loss
-        if orders:
-            rank = schedule.rank
-            schedule.pipeline_order_with_comms = {rank: forward_only(orders[rank], stages)}
-        return _run(schedule.eval, schedule, inputs, labels, n_valid_tokens)
-    finally:
-        schedule._loss_fn = loss_fn
-        if orders:
-            schedule.pipeline_order_with_comms = orders
+    def compute_loss(self, output, labels, n_valid_tokens):
+        """The loss of one microbatch: torch calls this after its forward on the last stage."""
+        if self.is_evaluating:
+            # torch keeps every microbatch's logits for a backward that never comes: let all but
+            # the newest go. Stages ascend, so the last one here is the one with the loss
+            cache = self.stages[-1].fwd_cache
+            for i in list(cache)[:-1]:
+                del cache[i]
+        return self.loss_fn(output, labels, n_valid_tokens)
+
+    def call(self, step, inputs, labels, n_valid_tokens):
+        """Call torch's `step` or `eval`; 0-d sum of the losses, zero without the last stage."""
+        n_rows = inputs.shape[0]
+        assert n_rows == self.n_rows, f"a schedule for {self.n_rows} sequences got {n_rows}"
+        losses = []
+        step(
+            inputs,
+            target=labels,
+            losses=losses,
+            return_outputs=False,
+            loss_kwargs={"n_valid_tokens": n_valid_tokens},
+        )
+        if not losses:
+            return torch.zeros((), device=inputs.device)
+        plain = [x.full_tensor() if isinstance(x, DTensor) else x for x in losses]  # loss parallel
+        return torch.stack(plain).detach().sum()
+
+    def run(self, inputs, labels, n_valid_tokens):
+        """Forward and backward of the local batch; gradients add to `.grad`.
+
+        Args:    inputs and labels (local_batch, T/cp), the same on every pp rank; n_valid_tokens,
+                 the divisor of the loss: a tensor, so that nothing waits for its value.
+        Returns: the sum of the microbatches' losses on the rank with the last stage, else zero: the
+                 loss is the sum over pp. Under loss parallel, call it inside `loss_parallel()`.
+        Costs:   no host sync after the first run; under FSDP one reduce-scatter per parameter
+                 group, after the last microbatch, and again for each further run that accumulates.
+        """
+        return self.call(self.schedule.step, inputs, labels, n_valid_tokens)
+
+    @torch.no_grad()
+    def run_forward(self, inputs, labels, n_valid_tokens):
+        """The loss as in `run`, forward only, between optimizer steps.
+
+        torch's own `eval` walks through the backwards too, and fails under the V-shaped schedules:
+        meanwhile a schedule of several stages a rank gets a forward-only order.
+
+        Note:    on changing to or from evaluation torch drops the gradients of FSDP modules.
+        """
+        orders = getattr(self.schedule, "pipeline_order_with_comms", None)
+        try:
+            self.is_evaluating = True
+            if orders:
+                rank = self.schedule.rank
+                short = {rank: forward_only(orders[rank], self.stages)}
+                self.schedule.pipeline_order_with_comms = short
+            return self.call(self.schedule.eval, inputs, labels, n_valid_tokens)
+        finally:
+            self.is_evaluating = False
+            if orders:
+                self.schedule.pipeline_order_with_comms = orders
+
+
+def build_schedule(modules, schedule, *, n_microbatches, loss_fn, pp_mesh, microbatch):
+    """Return the PipelineSchedule of this rank.
+
+    Args:    modules, its stages of the model in the order of `stages_of_rank`; microbatch, two
+             examples on the meta device: tokens (microbatch, T/cp) int64 and the activation sent,
+             (microbatch, T/(cp*tp), D), in the blocks' dtype.
+    When:    after FSDP has been applied.
+    Note:    knowing these shapes, torch runs no extra forward and backward to find them. The last
+             stage's output goes to loss_fn and is never sent, so its shape need not be told: plain
+             or vocabulary-sharded logits, or the input of a chunked head.
+    Source:  paper §2.1.4 and Appendix A.
+    """
+    pp, pp_rank = pp_mesh.size(), pp_mesh.get_local_rank()
+    stages_per_rank = len(modules) if schedule in SCHEDULES else None
+    check_schedule(schedule, pp=pp, n_microbatches=n_microbatches, stages_per_rank=stages_per_rank)
+    n_stages = count_stages(schedule, pp, stages_per_rank)
+    indices = stages_of_rank(pp_rank, pp, n_stages, schedule)
+    tokens, activation = microbatch
+    activation = activation.detach().requires_grad_()  # its gradient is sent back
+    for module in modules if splits_backward(schedule) else ():
+        if isinstance(module, FSDPModule):
+            # I looks for the weights in the graph; freed ones are not found, and W skips them
+            module.set_reshard_after_forward(False)
+    stages = [
+        PipelineStage(
+            module,
+            index,
+            n_stages,
+            torch.device(pp_mesh.device_type),
+            input_args=tokens if index == 0 else activation,
+            output_args=activation,
+            group=pp_mesh.get_group(),
+        )
+        for index, module in zip(indices, modules, strict=True)
+    ]
+    n_rows = n_microbatches * tokens.shape[0]
+    sizes = {"n_microbatches": n_microbatches, "n_rows": n_rows}
+    return PipelineSchedule(stages, schedule, **sizes, loss_fn=loss_fn)
 
 
 # ---- 4. Time line, bubble, microbatches in flight ----------------------------------------------
@@ -444,27 +532,30 @@ class Op(NamedTuple):
 DURATION = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
-def _mock_schedule(schedule, pp, n_microbatches, stages_per_rank):
+def mock_schedule(schedule, pp, n_microbatches, stages_per_rank):
     """The schedule object with stand-ins for stages: torch reads no more than this of them."""
     n_stages = count_stages(schedule, pp, stages_per_rank)
     stage = SimpleNamespace(group_rank=0, group_size=pp, num_stages=n_stages, submod=None)
-    return _make_schedule([stage] * max(1, n_stages // pp), schedule, n_microbatches)
+    return make_torch_schedule([stage] * max(1, n_stages // pp), schedule, n_microbatches)
 
 
-def compute_order(schedule):
+def compute_orders(schedule, pp, n_microbatches, stages_per_rank):
     """What each rank computes, in order: [[(kind, stage, microbatch), ...] per rank]."""
-    if not isinstance(schedule, Schedule1F1B):
-        return [flatten_actions(row) for _, row in sorted(schedule.pipeline_order.items())]
-    # torch 2.13's own list has the last rank start at microbatch 1, but what it runs is this
-    p, m = schedule._num_stages, schedule._n_microbatches
-    rows = []
-    for stage in range(p):
-        forwards = [("F", stage, i) for i in range(m)]
-        backwards = [("B", stage, i) for i in range(m)]
-        warmup = min(m, p - stage)  # forwards until the first backward can arrive
-        steady = [op for pair in zip(backwards, forwards[warmup:], strict=False) for op in pair]
-        rows.append(forwards[:warmup] + steady + backwards[m - warmup :])
-    return rows
+    if schedule == "1F1B":
+        # torch 2.13's own list has the last rank start at microbatch 1, but what it runs is this
+        return [order_1f1b(stage, pp, n_microbatches) for stage in range(pp)]
+    made = mock_schedule(schedule, pp, n_microbatches, stages_per_rank)
+    return [flatten_actions(row) for _, row in sorted(made.pipeline_order.items())]
+
+
+def needs(kind, stage, microbatch, n_stages):
+    """The results, as (F or B, stage, microbatch), that a computation waits for."""
+    if kind == "F":
+        return {("F", stage - 1, microbatch)} if stage > 0 else set()
+    if kind == "W":
+        return {("B", stage, microbatch)}
+    arriving = {("B", stage + 1, microbatch)} if stage < n_stages - 1 else set()
+    return {("F", stage, microbatch)} | arriving
 
 
 def timeline(schedule, pp, n_microbatches, stages_per_rank=None, *, durations=None):
@@ -475,48 +566,22 @@ def timeline(schedule, pp, n_microbatches, stages_per_rank=None, *, durations=No
     """
     check_schedule(schedule, pp=pp, n_microbatches=n_microbatches, stages_per_rank=stages_per_rank)
     n_stages = count_stages(schedule, pp, stages_per_rank)
-    pending = compute_order(_mock_schedule(schedule, pp, n_microbatches, stages_per_rank))
+    pending = compute_orders(schedule, pp, n_microbatches, stages_per_rank)
     durations = durations or [DURATION] * n_stages
     rows = [[] for _ in range(pp)]
     ends = {}  # (F or B, stage, microbatch) -> when its result is there
     while any(pending):
         waiting = sum(map(len, pending))
         for row, ops in zip(rows, pending, strict=True):
-            while ops and (needs := _needs(*ops[0], n_stages)) <= ends.keys():
+            while ops and needs(*ops[0], n_stages) <= ends.keys():
                 kind, stage, i = ops.pop(0)
-                start = max([ends[need] for need in needs] + [row[-1].end if row else 0])
+                arrivals = [ends[need] for need in needs(kind, stage, i, n_stages)]
+                start = max([row[-1].end if row else 0, *arrivals])
                 row.append(Op(kind, stage, i, start, start + durations[stage][kind]))
                 if kind != "W":
                     ends["F" if kind == "F" else "B", stage, i] = row[-1].end
         assert sum(map(len, pending)) < waiting, "deadlock: every rank waits for another"
     return rows
-
-
-def stage_durations(stages, *, head, block_again, head_again):
-    """How long each stage computes, an average one's forward being 1, for `timeline`.
-
-    Args:    stages, their module names; head, the cost of `output` in blocks; block_again and
-             head_again, the share of its forward that either computes again in its backward (of
-             which a split backward is supposed to do half in each of its halves).
-    """
-    blocks = [sum(name.startswith("layers.") for name in names) for names in stages]
-    heads = [head * ("output" in names) for names in stages]
-    unit = (sum(blocks) + sum(heads)) / len(stages)
-    durations = []
-    for n, h in zip(blocks, heads, strict=True):
-        f, again = (n + h) / unit, (n * block_again + h * head_again) / unit
-        durations.append({"F": f, "B": 2 * f + again, "I": f + again / 2, "W": f + again / 2})
-    return durations
-
-
-def _needs(kind, stage, microbatch, n_stages):
-    """The results, as (F or B, stage, microbatch), that a computation waits for."""
-    if kind == "F":
-        return {("F", stage - 1, microbatch)} if stage > 0 else set()
-    if kind == "W":
-        return {("B", stage, microbatch)}
-    arriving = {("B", stage + 1, microbatch)} if stage < n_stages - 1 else set()
-    return {("F", stage, microbatch)} | arriving
 
 
 def bubble_fraction(rows):
@@ -525,19 +590,34 @@ def bubble_fraction(rows):
     return 1 - busy / (len(rows) * max(row[-1].end for row in rows))
 
 
-def closed_form_bubble(schedule, pp, n_microbatches, stages_per_rank):
-    """The bubble fraction of the header's table, or None where it gives none."""
-    p, m, v = pp, n_microbatches, stages_per_rank
-    enough = {**dict.fromkeys(SINGLE_STAGE, 1), "ZBVZeroBubble": 2 * p - 1}.get(schedule, p)
-    if schedule not in SCHEDULES or m < enough:
-        return None
-    return (p - 1) / ((3 if splits_backward(schedule) else 1) * v * m + p - 1)
-
-
 def peaks_in_flight(rows):
     """Per rank, the most chunks that have been through forward and still need their backward."""
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     return [max(itertools.accumulate(change[op.kind] for op in row)) for row in rows]
+
+
+def describe_stages(stages, schedule, *, pp, n_microbatches, ac):
+    """Which rank holds which layers, and what the schedule makes of them; a line per pp rank.
+
+    Args:    stages, the module names of each; ac, the flag.
+    """
+    stages_per_rank = len(stages) // pp if schedule in SCHEDULES else None
+    rows = timeline(schedule, pp, n_microbatches, stages_per_rank)
+    lines = [f"bubble {bubble_fraction(rows):.1%} if all stages cost the same"]
+    if ac != "none" and splits_backward(schedule):
+        lines.append(
+            f"--ac {ac} repeats a block for each of its weights, as backwards are split: "
+            "Interleaved1F1B repeats it once"
+        )
+    for pp_rank in range(pp):
+        mine = stages_of_rank(pp_rank, pp, len(stages), schedule)
+        lines.append(f"pp {pp_rank}: {', '.join(span(stages[stage]) for stage in mine)}")
+    return "\n".join(lines)
+
+
+def span(names):
+    """layers.3..layers.7"""
+    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
 
 
 # ---- 5. The tool: draw a schedule --------------------------------------------------------------
@@ -596,27 +676,26 @@ def parse_args():
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--pp-schedule", choices=SCHEDULES, default="1F1B", help="default 1F1B -> timeline")
+    names = ", ".join(SCHEDULES)
+    add("--pp-schedule", default="1F1B", metavar="{NAME,FILE.csv}",
+        help=f"{names}, or a file of one's own (default 1F1B) -> kind_of")
     add("--pp", type=int, default=4, help="pipeline ranks (default 4) -> timeline")
     add("--n-microbatches", type=int, default=8, help="per schedule run (default 8) -> timeline")
     add("--stages-per-rank", type=int, help="default 1, or 2 where needed -> count_stages")
-    add("--pp-schedule-csv", metavar="FILE", help="a schedule of one's own -> read_csv")
     add("--svg", metavar="FILE", help="draw it into this file as well -> draw_svg")
     parser.error = lambda message: sys.exit(f"pipeline.py: {message}")  # one line, exit status 1
     return parser.parse_args()
 
 
 def main(args):
-    schedule = args.pp_schedule_csv or args.pp_schedule
-    rows = timeline(schedule, args.pp, args.n_microbatches, args.stages_per_rank)
-    stages_per_rank = count_stages(schedule, args.pp, args.stages_per_rank) / args.pp
-    closed_form = closed_form_bubble(schedule, args.pp, args.n_microbatches, stages_per_rank)
+    shape = (args.pp_schedule, args.pp, args.n_microbatches, args.stages_per_rank)
+    rows = timeline(*shape)
+    stages_per_rank = count_stages(args.pp_schedule, args.pp, args.stages_per_rank) / args.pp
     print(
-        f"{schedule}: {args.pp} ranks, {stages_per_rank:g} stages each, "
+        f"{args.pp_schedule}: {args.pp} ranks, {stages_per_rank:g} stages each, "
         f"{args.n_microbatches} microbatches\n\n{draw_text(rows)}\n\n{LEGEND}\n"
     )
-    formula = "no closed form" if closed_form is None else f"closed form {closed_form:.4f}"
-    print(f"bubble fraction  {bubble_fraction(rows):.4f}   ({formula})")
+    print(f"bubble fraction  {bubble_fraction(rows):.4f}")
     print(f"most in flight   {peaks_in_flight(rows)}   (microbatches x stages, per rank)")
     if args.svg:
         Path(args.svg).write_text(draw_svg(rows))

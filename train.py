@@ -131,9 +131,8 @@ def parse_args(argv=None):
         help="sums gradients in it -> parallel.py:apply_fsdp")
 
     add = parser.add_argument_group("pipeline").add_argument
-    add("--pp-schedule", choices=pipeline.SCHEDULES, default="1F1B",
-        help="-> pipeline.py:build_schedule")
-    add("--pp-schedule-csv", metavar="FILE", help="a schedule of one's own -> pipeline.py:read_csv")
+    add("--pp-schedule", default="1F1B", metavar="{NAME,FILE.csv}",
+        help=f"{', '.join(pipeline.SCHEDULES)}, or a file of one's own -> pipeline.py:kind_of")
     add("--microbatch-size", type=int, default=1,
         help="sequences; the local batch is cut into such -> pipeline.py:run_schedule")
     add("--stages-per-rank", type=int,
@@ -234,7 +233,8 @@ def resolve_args(args, world_size):
         others = args.pp * args.dp_replicate * args.cp * args.tp
         args.dp_shard = max(1, world_size // max(1, others))
     if args.local_batch_size is None:
-        n_stages = args.pp * (2 if pipeline.is_multi_stage(schedule_name(args)) else 1)
+        one_each = pipeline.kind_of(args.pp_schedule).stages_per_rank == 1
+        n_stages = args.pp * (1 if one_each else 2)
         args.local_batch_size = max(4, n_stages * args.microbatch_size if args.pp > 1 else 1)
     if args.global_batch_size == -1:
         args.global_batch_size = args.local_batch_size * args.dp_replicate * args.dp_shard
@@ -390,38 +390,21 @@ def check_mesh(args, config, world_size):
 
 def check_pipeline(args, config):
     if args.pp == 1:
-        for name in ("pp_schedule_csv", "stages_per_rank", "pp_split", "pp_end_weights"):
+        for name in ("stages_per_rank", "pp_split", "pp_end_weights"):
             f, value = "--" + name.replace("_", "-"), getattr(args, name)
             require(value is None, f"{f} {value} needs a pipeline, but --pp is 1: add --pp 2")
         return
-    require(
-        not config.tied_embeddings,
-        f'--pp {args.pp} and the tied embeddings of model "{args.model}" exclude each other: the '
-        "first and the last stage would share one weight; try --pp 1, or --set "
-        "tied_embeddings=false",
-    )
-    require(
-        args.local_batch_size % args.microbatch_size == 0,
-        f"--local-batch-size {args.local_batch_size} must be a multiple of --microbatch-size "
-        f"{args.microbatch_size}, into which a pipeline cuts it: try --local-batch-size "
-        f"{nearest_multiples(args.local_batch_size, args.microbatch_size)}",
-    )
-    pipeline.check_schedule(
-        schedule_name(args),
+    pipeline.check_pipeline(
+        args.pp_schedule,
         pp=args.pp,
-        n_microbatches=args.local_batch_size // args.microbatch_size,
+        local_batch_size=args.local_batch_size,
+        microbatch_size=args.microbatch_size,
         stages_per_rank=args.stages_per_rank,
+        tied=config.tied_embeddings,
     )
-    require(
-        min(args.pp_end_weights or (0,)) >= 0,
-        f"--pp-end-weights {args.pp_end_weights} must not be negative: try --pp-end-weights 1 1",
-    )
-    n_stages = pipeline.count_stages(schedule_name(args), args.pp, args.stages_per_rank)
-    stages = split_stages(args, config)
-    require(
-        len(stages) == n_stages,
-        f"--pp-split {args.pp_split} makes {len(stages)} stages, but --pp {args.pp} with "
-        f"--pp-schedule {schedule_name(args)} needs {n_stages}: name {n_stages - 1} modules",
+    split_stages(args, config)
+    pipeline.check_split_backward(
+        args.pp_schedule, ac=args.ac, compile=args.compile, reshard=args.reshard
     )
 
 
@@ -433,18 +416,6 @@ def check_techniques(args):
         f"rank holds (--seq-len {args.seq_len} / --cp {args.cp} / --tp {args.tp}): try "
         f"--loss-chunks {math.gcd(local_len, args.loss_chunks)}",
     )
-    if args.pp > 1 and pipeline.splits_backward(schedule_name(args)):
-        for is_met, typed, instead in (
-            (args.ac != "op", "--ac op", "--ac full"),
-            (not args.compile, "--compile", "no --compile"),
-            (args.reshard != "always", "--reshard always", "--reshard default"),
-        ):
-            require(
-                is_met,
-                f"{typed} conflicts with --pp-schedule {schedule_name(args)}, which runs a block's "
-                "backward in two halves: what it needs is used up or freed after the first; try "
-                f"{instead}, or --pp-schedule Interleaved1F1B",
-            )
     if args.async_tp:
         has_cuda = torch.cuda.is_available()
         for is_met, has, needs in (
@@ -481,19 +452,15 @@ def check_float8(args, config):
         )
 
 
-def schedule_name(args):
-    """A name of pipeline.SCHEDULES or the path of a CSV file."""
-    return args.pp_schedule_csv or args.pp_schedule
-
-
 def split_stages(args, config):
     """The module names of every pipeline stage: [[name, ...], ...]."""
-    if args.pp_split:
-        return pipeline.split_at(config.n_layers, args.pp_split.split(","))
-    n_stages = pipeline.count_stages(schedule_name(args), args.pp, args.stages_per_rank)
-    into, out_of = args.pp_end_weights or (1, 1)
-    return pipeline.split_layers(
-        config.n_layers, n_stages, input_weight=into, output_weight=out_of
+    return pipeline.split_model(
+        config.n_layers,
+        args.pp_schedule,
+        pp=args.pp,
+        stages_per_rank=args.stages_per_rank,
+        pp_split=args.pp_split,
+        pp_end_weights=args.pp_end_weights,
     )
 
 
@@ -634,7 +601,7 @@ def build(args, config, device, *, memory=None):
     if args.pp > 1:  # first, so that nothing is done to a layer that lives elsewhere
         stages = split_stages(args, config)
         pp_rank = mesh["pp"].get_local_rank()
-        mine = pipeline.stages_of_rank(pp_rank, args.pp, len(stages), schedule_name(args))
+        mine = pipeline.stages_of_rank(pp_rank, args.pp, len(stages), args.pp_schedule)
         parts = [pipeline.cut_stage(whole, stages[stage]) for stage in mine]
 
     use_loss_parallel = args.tp > 1 and not args.no_loss_parallel
@@ -724,7 +691,7 @@ def build_schedule(args, config, pp_mesh, parts, loss_fn):
     activation = torch.empty(rows, local_len // args.tp, config.dim, dtype=dtype, device="meta")
     return pipeline.build_schedule(
         parts,
-        schedule_name(args),
+        args.pp_schedule,
         n_microbatches=args.local_batch_size // args.microbatch_size,
         loss_fn=loss_fn,
         pp_mesh=pp_mesh,
@@ -783,7 +750,7 @@ def forward_backward(job, inputs, labels, divisor):
     """Add the gradients of one local batch; return this rank's part of the loss."""
     with loss_parallel() if job.loss_parallel else nullcontext():
         if job.schedule:
-            return pipeline.run_schedule(job.schedule, inputs, labels, divisor)
+            return job.schedule.run(inputs, labels, divisor)
         loss = job.loss_fn(job.parts[0](inputs), labels, divisor)
         loss.backward()
         return loss.detach()
@@ -859,7 +826,7 @@ def evaluate(job, tokens, args):
         inputs, labels = inputs[:, job.positions], labels[:, job.positions]
         with loss_parallel() if job.loss_parallel else nullcontext():
             if job.schedule:
-                loss_sum = pipeline.evaluate(job.schedule, inputs, labels, 1)
+                loss_sum = job.schedule.run_forward(inputs, labels, 1)
             else:
                 loss_sum = job.loss_fn(job.parts[0](inputs), labels, 1)
         loss_sum = loss_sum.to(sums)  # stages without the loss give a zero of another dtype
@@ -1069,28 +1036,6 @@ def step_of(row):
         return math.inf
 
 
-def span(names):
-    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
-
-
-def describe_stages(args, config):
-    """Which rank holds which layers, and what the schedule makes of them; a line per pp rank."""
-    stages, name = split_stages(args, config), schedule_name(args)
-    lines = [f"stages {name}, {args.local_batch_size // args.microbatch_size} microbatches of "
-             f"{args.microbatch_size}"]
-    rows = pipeline.timeline(
-        name, args.pp, args.local_batch_size // args.microbatch_size, args.stages_per_rank
-    )
-    lines[0] += f", bubble {pipeline.bubble_fraction(rows):.1%} if all stages cost the same"
-    if args.ac != "none" and pipeline.splits_backward(name):
-        lines.append(f"       --ac {args.ac} repeats a block for each of its weights, as backwards "
-                     "are split: Interleaved1F1B repeats it once")  # fmt: skip
-    for pp_rank in range(args.pp):
-        mine = pipeline.stages_of_rank(pp_rank, args.pp, len(stages), name)
-        lines.append(f"       pp {pp_rank}: {', '.join(span(stages[s]) for s in mine)}")
-    return "\n".join(lines)
-
-
 def print_plan(args, job):
     """Say on rank 0 what is about to run: model, ranks, stages, memory per rank and batch."""
     c = job.config
@@ -1098,7 +1043,14 @@ def print_plan(args, job):
     local = sum(parallel.local_tensor(parameter).numel() for parameter in parameters)
     states = {"adamw": 2, "sgd": 0}[args.optimizer]
     n_data = job.mesh["data"].size()
-    stages = describe_stages(args, c) + "\n" if job.schedule else ""
+    stages = ""
+    if job.schedule:
+        n = args.local_batch_size // args.microbatch_size
+        described = pipeline.describe_stages(
+            split_stages(args, c), args.pp_schedule, pp=args.pp, n_microbatches=n, ac=args.ac
+        )
+        stages = f"stages {args.pp_schedule}, {n} microbatches of {args.microbatch_size}, "
+        stages += described.replace("\n", "\n       ") + "\n"
     degrees = " x ".join(f"{axis} {getattr(args, axis)}" for axis in AXES)
     print(
         f"model  {args.model}: {model.count_parameters(c):,} parameters, {c.n_layers} layers, "
@@ -1117,6 +1069,20 @@ def print_plan(args, job):
 
 
 # ---- 6. Simulation -----------------------------------------------------------------------------
+
+
+def skip_warmup(schedule):
+    """For a fake process group: start without the ranks' vote on whether all shapes are known.
+
+    No answer would come there. A real group needs it: it opens the neighbours' connections.
+    """
+    from torch.distributed.pipelining._utils import InferenceMode  # new in torch 2.13
+
+    def set_static(stages, _has_backward, _p2p_done):
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    schedule.schedule._warmup_p2p = set_static
 
 
 def trace_rank(args, config, rank):
@@ -1139,7 +1105,7 @@ def trace_rank(args, config, rank):
         job = build(args, config, torch.device("cpu"), memory=memory)
         print_plan(args, job)
     if job.schedule:
-        pipeline.skip_warmup(job.schedule)
+        skip_warmup(job.schedule)
     parameters = [parameter for part in job.parts for parameter in part.parameters()]
     with memory, parallel.thin_causal_mask(DTYPES[args.param_dtype]):
         shape = args.global_batch_size // job.mesh["data"].size(), args.seq_len
@@ -1157,7 +1123,7 @@ def trace_rank(args, config, rank):
     return {
         "rank": rank,
         "coordinates": {axis: job.mesh[axis].get_local_rank() for axis in axes},
-        "stages": [span(names) for names in units],
+        "stages": [pipeline.span(names) for names in units],
         "parameters": sum(parallel.local_tensor(parameter).numel() for parameter in parameters),
         "state_bytes": account.state_bytes,
         "peak_bytes": sum(peak_bytes.values()),
@@ -1210,6 +1176,23 @@ def default_ranks(args):
     return sorted({0, args.simulate - args.simulate // args.pp})
 
 
+def stage_durations(stages, *, head, block_again, head_again):
+    """How long each stage computes, an average one's forward being 1, for `timeline`.
+
+    Args:    stages, their module names; head, the cost of `output` in blocks; block_again and
+             head_again, the share of its forward that either computes again in its backward (of
+             which a split backward is supposed to do half in each of its halves).
+    """
+    blocks = [sum(name.startswith("layers.") for name in names) for names in stages]
+    heads = [head * ("output" in names) for names in stages]
+    unit = (sum(blocks) + sum(heads)) / len(stages)
+    durations = []
+    for n, h in zip(blocks, heads, strict=True):
+        f, again = (n + h) / unit, (n * block_again + h * head_again) / unit
+        durations.append({"F": f, "B": 2 * f + again, "I": f + again / 2, "W": f + again / 2})
+    return durations
+
+
 def simulate_schedule(args, config, rows):
     """A pipeline's accounts, with stages that cost what their FLOPs say; draws OUT/timeline.svg.
 
@@ -1223,12 +1206,12 @@ def simulate_schedule(args, config, rows):
     blocks = [flops for name, flops in modules if name.startswith("layers.")]
     once, again = (sum(flops[phase] for flops in blocks) for phase in ("forward", "recomputed"))
     shape = (
-        schedule_name(args),
+        args.pp_schedule,
         args.pp,
         args.local_batch_size // args.microbatch_size,
         args.stages_per_rank,
     )
-    durations = pipeline.stage_durations(
+    durations = stage_durations(
         stages,
         head=head / (block - head),
         block_again=again / once if once else 0.0,

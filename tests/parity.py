@@ -78,8 +78,8 @@ TECHNIQUES = {
 SCHEDULES = {
     f"pp{pp} {name}": (pp, f"--pp {pp} --pp-schedule {name}")
     for pp in (2, 4)
-    for name in pipeline.SCHEDULES
-    if pp == 2 or pipeline.is_multi_stage(name)
+    for name, kind in pipeline.SCHEDULES.items()
+    if pp == 2 or kind.stages_per_rank != 1
 }
 
 

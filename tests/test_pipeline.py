@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import model as model_file
 import parallel
 import pipeline
+import train
 
 SINGLE = ["GPipe", "1F1B"]
 LOOPED = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
@@ -109,7 +110,7 @@ def example(n_sequences, seq_len=16, dtype=torch.float64, tp=1):
 def record(schedule):
     """Have the stages write down what torch calls, in order."""
     calls = []
-    for stage in pipeline._local_stages(schedule):
+    for stage in schedule.stages:
         forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
         weight = stage.backward_weight_one_chunk
 
@@ -153,7 +154,7 @@ def check_schedule_run(schedule, pp_mesh, reference, n_layers, n_microbatches, s
     calls, executed = record(made), []
     for step, (loss, grads, eval_loss) in enumerate(reference):
         calls.clear()
-        found = pipeline.run_schedule(made, *make_batch(step, n_microbatches))
+        found = made.run(*make_batch(step, n_microbatches))
         executed.append(calls.copy())
         dist.all_reduce(found)  # every rank but one adds zero
         where = f"{schedule}, step {step}"
@@ -163,9 +164,9 @@ def check_schedule_run(schedule, pp_mesh, reference, n_layers, n_microbatches, s
             assert worst_error(parameter.grad, grads[name]) < 1e-12, f"{where}, {name}"
         sgd_step(stages)
         calls.clear()
-        found = pipeline.evaluate(made, *make_batch(9, n_microbatches))
+        found = made.run_forward(*make_batch(9, n_microbatches))
         assert {kind for kind, _, _ in calls} <= {"F"} or schedule in SINGLE
-        last = pipeline._local_stages(made)[-1]
+        last = made.stages[-1]
         assert not last.is_last or len(last.fwd_cache) <= 1, "logits of all microbatches are kept"
         dist.all_reduce(found)
         assert abs(found.item() - eval_loss) <= 1e-12 * eval_loss, f"{where}, evaluation"
@@ -259,7 +260,7 @@ def fsdp_on_ranks():
         )
         for times in (1, 2):  # the second run without clearing: accumulation doubles the gradient
             with count_reduce_scatters() as counter:
-                found = pipeline.run_schedule(made, inputs[mine], labels[mine], n_valid)
+                found = made.run(inputs[mine], labels[mine], n_valid)
             n_units = sum(
                 len(s.layers) + (s.tok_embeddings is not None) + (s.norm is not None)
                 for s in stages
@@ -272,10 +273,10 @@ def fsdp_on_ranks():
                 assert error < 1e-12, f"{schedule}, reshard {reshard}, {name}, run {times}"
         for stage in stages:
             stage.zero_grad()
-        found = pipeline.evaluate(made, inputs[mine], labels[mine], n_valid)
+        found = made.run_forward(inputs[mine], labels[mine], n_valid)
         dist.all_reduce(found)
         assert abs(found.item() - loss.item()) <= 1e-12 * loss.item(), f"{schedule}, evaluation"
-        pipeline.run_schedule(made, inputs[mine], labels[mine], n_valid)
+        made.run(inputs[mine], labels[mine], n_valid)
         for name, parameter in (x for s in stages for x in s.named_parameters()):
             assert worst_error(parameter.grad.full_tensor(), expected[name]) < 1e-12, name
     return counts
@@ -336,7 +337,7 @@ def tp_on_ranks():
             microbatch=example(1, tp=2),
         )
         with loss_parallel():
-            found = pipeline.run_schedule(made, inputs, labels, n_valid)
+            found = made.run(inputs, labels, n_valid)
         assert not isinstance(found, DTensor)
         dist.all_reduce(found, group=mesh["pp"].get_group())
         assert abs(found.item() - loss.item()) <= 1e-12 * loss.item(), schedule
@@ -352,7 +353,7 @@ def test_stages_with_tensor_and_loss_parallelism_take_the_same_static_shapes():
 # ---- 2. One process with no peers --------------------------------------------------------------
 
 
-def simulate(schedules):
+def run_without_peers(schedules):
     """Rank 1 of 4 on a fake group with fake tensors: nothing may wait for a received value."""
     from torch._subclasses import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -360,10 +361,10 @@ def simulate(schedules):
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     pp_mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
-    return [simulate_one(schedule, pp_mesh, FakeTensorMode) for schedule in schedules]
+    return [run_one(schedule, pp_mesh, FakeTensorMode) for schedule in schedules]
 
 
-def simulate_one(schedule, pp_mesh, fake_tensor_mode):
+def run_one(schedule, pp_mesh, fake_tensor_mode):
     stages = pipeline_stages(schedule, pp_mesh, full_model(6))
     made = pipeline.build_schedule(
         stages,
@@ -373,21 +374,21 @@ def simulate_one(schedule, pp_mesh, fake_tensor_mode):
         pp_mesh=pp_mesh,
         microbatch=example(1, dtype=torch.float32),
     )
-    pipeline.skip_warmup(made)
+    train.skip_warmup(made)
     calls = record(made)
     with fake_tensor_mode(allow_non_fake_inputs=True):
         for stage in stages:
             stage.to_empty(device="cpu")
             stage.init_rope(torch.arange(16))
         batch = torch.zeros(8, 16, dtype=torch.int64)
-        pipeline.run_schedule(made, batch, batch, torch.tensor(128))
+        made.run(batch, batch, torch.tensor(128))
         assert all(p.grad.shape == p.shape for s in stages for p in s.parameters())
     return calls
 
 
 def test_a_schedule_runs_on_a_fake_process_group_without_tensor_data():
     schedules = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
-    (found,) = run_ranks(1, simulate, schedules)
+    (found,) = run_ranks(1, run_without_peers, schedules)
     for schedule, calls in zip(schedules, found, strict=True):
         drawn = [(op.kind, op.stage, op.microbatch) for op in pipeline.timeline(schedule, 4, 8)[1]]
         assert calls == drawn
@@ -437,6 +438,19 @@ def test_weights_of_the_ends_move_blocks_away_from_them_and_too_heavy_ends_are_r
     assert blocks_per_stage(stages) == [2, 4, 0]
     with pytest.raises(ValueError, match="--stages-per-rank is 4.*weighs 4"):
         pipeline.split_layers(6, 4, input_weight=2, output_weight=4)
+
+
+def test_flags_that_split_the_model_must_make_the_stages_of_the_schedule():
+    flags = {"pp": 2, "stages_per_rank": None, "pp_split": None, "pp_end_weights": None}
+    assert pipeline.split_model(6, "1F1B", **flags) == pipeline.split_layers(6, 2)
+    split = {**flags, "pp_split": "layers.1,layers.2,layers.5"}
+    assert blocks_per_stage(pipeline.split_model(6, "LoopedBFS", **split)) == [1, 1, 3, 1]
+    with pytest.raises(ValueError, match="makes 4 stages, but --pp 2 .*1F1B needs 2: name 1 mod"):
+        pipeline.split_model(6, "1F1B", **split)
+    heavy = {**flags, "pp_end_weights": [3, 0]}
+    assert blocks_per_stage(pipeline.split_model(6, "1F1B", **heavy)) == [2, 4]
+    with pytest.raises(ValueError, match="--pp-end-weights -1 1 must not be negative"):
+        pipeline.split_model(6, "1F1B", **{**flags, "pp_end_weights": [-1, 1]})
 
 
 def test_split_points_begin_stages_and_bad_ones_are_refused():
@@ -510,6 +524,13 @@ def test_every_dependency_holds_and_each_stage_does_each_microbatch_once(schedul
         assert len(start) == n_stages * m * 2 + sum(kind == "W" for kind, _, _ in start)
 
 
+def closed_form_bubble(schedule, p, m, v):
+    """The bubble fraction of the header's table, or None where it gives none."""
+    enough = {**dict.fromkeys(SINGLE, 1), "ZBVZeroBubble": 2 * p - 1}.get(schedule, p)
+    split = {"InterleavedZeroBubble": 3, "ZBVZeroBubble": 3, "DualPipeV": 3}.get(schedule, 1)
+    return (p - 1) / (split * v * m + p - 1) if m >= enough else None
+
+
 @pytest.mark.parametrize("schedule, v", [*ALL[:4], ("Interleaved1F1B", 3), ("LoopedBFS", 3)])
 def test_bubble_equals_the_closed_form(schedule, v):
     """(p-1)/(v m+p-1). With fewer microbatches than ranks, one returns to a rank only after p
@@ -518,7 +539,7 @@ def test_bubble_equals_the_closed_form(schedule, v):
     for p, m, rows in runnable(schedule, v):
         idle = (p - 1) + max(0, p - m) * (v - 1)
         assert pipeline.bubble_fraction(rows) == pytest.approx(idle / (v * m + idle), abs=1e-12)
-        shown = pipeline.closed_form_bubble(schedule, p, m, v)
+        shown = closed_form_bubble(schedule, p, m, v)
         assert shown is None or shown == pytest.approx(idle / (v * m + idle), abs=1e-12)
         seen += 1
     assert seen > 50
@@ -530,7 +551,7 @@ def test_split_backwards_leave_a_third_of_the_idle_time_and_never_more_than_inte
     seen = 0
     for p, m, rows in runnable(schedule, 2):
         bubble = pipeline.bubble_fraction(rows)
-        shown = pipeline.closed_form_bubble(schedule, p, m, 2)
+        shown = closed_form_bubble(schedule, p, m, 2)
         if shown is not None:
             assert bubble == pytest.approx((p - 1) / (6 * m + p - 1), abs=1e-12)
             assert shown == pytest.approx(bubble, abs=1e-12)
@@ -601,7 +622,7 @@ def test_no_deadlock_even_if_every_send_blocks_until_it_is_received(schedule, v)
             pipeline.check_schedule(schedule, pp=p, n_microbatches=m, stages_per_rank=v)
         except ValueError:
             continue
-        made = pipeline._mock_schedule(schedule, p, m, v)
+        made = pipeline.mock_schedule(schedule, p, m, v)
         training = made.pipeline_order_with_comms
         evaluation = {rank: pipeline.forward_only(row, []) for rank, row in training.items()}
         for order in (training, evaluation):
@@ -641,7 +662,7 @@ def rendezvous(rows, rank_of_stage):
 
 
 def test_facts_about_schedules():
-    assert [s for s in pipeline.SCHEDULES if not pipeline.is_multi_stage(s)] == SINGLE
+    assert [s for s, kind in pipeline.SCHEDULES.items() if kind.stages_per_rank == 1] == SINGLE
     for schedule, v in ALL:  # against what torch's orders hold
         kinds = Counter(op.kind for row in pipeline.timeline(schedule, 2, 4, v) for op in row)
         assert pipeline.splits_backward(schedule) == (kinds["I"] > 0)
@@ -668,11 +689,43 @@ def test_facts_about_schedules():
         ("LoopedBFS", 4, 8, 0, "--stages-per-rank 0 .*at least 2"),
         ("GPipe", 0, 8, None, "--pp 0"),
         ("GPipe", 2, 0, None, "0 microbatches"),
+        ("nosuch", 2, 4, None, "--pp-schedule nosuch .*none of GPipe, 1F1B"),
     ],
 )
 def test_schedules_that_torch_cannot_run_are_refused(schedule, pp, n_microbatches, v, text):
     with pytest.raises(ValueError, match=text):
         pipeline.check_schedule(schedule, pp=pp, n_microbatches=n_microbatches, stages_per_rank=v)
+
+
+FITS = {"pp": 2, "local_batch_size": 8, "microbatch_size": 2, "stages_per_rank": None}
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"tied": True}, "--pp 2 and tied embeddings exclude each other"),
+        ({"microbatch_size": 3}, "--microbatch-size 3.*try --local-batch-size 6 or 9"),
+        ({"microbatch_size": 16}, "--microbatch-size 16.*try --local-batch-size 16"),
+        ({"local_batch_size": 2}, "1 microbatches.*one for each of its 2 stages"),
+    ],
+)
+def test_batches_and_models_that_do_not_suit_a_pipeline_are_refused(changes, text):
+    pipeline.check_pipeline("1F1B", **FITS, tied=False)
+    with pytest.raises(ValueError, match=text):
+        pipeline.check_pipeline("1F1B", **{**FITS, "tied": False, **changes})
+
+
+@pytest.mark.parametrize("schedule", pipeline.SCHEDULES)
+def test_what_a_split_backward_does_not_survive_is_refused(schedule):
+    fine = {"ac": "full", "compile": False, "reshard": "default"}
+    pipeline.check_split_backward(schedule, **fine)
+    for change in ({"ac": "op"}, {"compile": True}, {"reshard": "always"}):
+        if schedule in ("InterleavedZeroBubble", *V_SHAPED):
+            (name,) = change
+            with pytest.raises(ValueError, match=f"--{name}.* conflicts with --pp-schedule"):
+                pipeline.check_split_backward(schedule, **fine | change)
+        else:
+            pipeline.check_split_backward(schedule, **fine | change)
 
 
 @pytest.mark.parametrize(
@@ -696,7 +749,7 @@ def test_files_that_are_no_schedule_for_the_mesh_are_refused(tmp_path, content, 
     path = tmp_path / "order.csv"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError, match=rf"--pp-schedule-csv {path} .*{text}"):
+    with pytest.raises(ValueError, match=rf"--pp-schedule {path} .*{text}"):
         pipeline.check_schedule(str(path), pp=2, n_microbatches=1)
 
 
@@ -710,7 +763,7 @@ def test_a_file_gives_the_time_line_of_the_schedule_it_was_written_from(tmp_path
             assert pipeline.stages_of_rank(rank, 4, 4 * v, path) == pipeline.stages_of_rank(
                 rank, 4, 4 * v, schedule
             )
-    with pytest.raises(ValueError, match="--stages-per-rank 3 conflicts with --pp-schedule-csv"):
+    with pytest.raises(ValueError, match="--stages-per-rank 3 conflicts with --pp-schedule .*csv"):
         pipeline.count_stages(path, 4, 3)
 
 
@@ -732,7 +785,7 @@ def test_the_tool_prints_a_schedule_within_100_columns_and_draws_it(tmp_path):
     assert done.returncode == 0 and done.stderr == ""
     assert max(map(len, done.stdout.splitlines())) <= 100
     # (p-1)/(v m + p-1) = 3/19; in flight 2(p-r-1) + (v-1)p + 1
-    assert "0.1579   (closed form 0.1579)" in done.stdout and "[11, 9, 7, 5]" in done.stdout
+    assert "fraction  0.1579" in done.stdout and "[11, 9, 7, 5]" in done.stdout
     boxes = [e for e in xml.etree.ElementTree.parse(svg).iter() if e.tag.endswith("title")]
     assert len(boxes) == 2 * 8 * 8  # forward and backward, 8 stages, 8 microbatches
 
@@ -746,8 +799,8 @@ def test_the_tool_refuses_in_one_line_with_exit_status_1():
 
 
 def test_a_wrong_flag_is_refused_in_one_line_too(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["pipeline.py", "--pp-schedule", "nosuch"])
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", "--pp", "four"])
     with pytest.raises(SystemExit) as refusal:
         pipeline.parse_args()
     # a text as the code means: print it on stderr, exit with 1
-    assert "invalid choice: 'nosuch'" in refusal.value.code and "\n" not in refusal.value.code
+    assert "invalid int value: 'four'" in refusal.value.code and "\n" not in refusal.value.code
