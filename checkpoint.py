@@ -1,7 +1,7 @@
 """Checkpoints: saved while training goes on, published whole or not at all, read back on any mesh.
 
-    python checkpoint.py list OUT                      the steps there are
-    python checkpoint.py inspect CKPT                  what one holds
+    python checkpoint.py inspect OUT                   the steps of a run, and what the newest holds
+    python checkpoint.py inspect CKPT                  what one step holds
     python checkpoint.py export --from CKPT --to DIR   weights for Hugging Face, or one torch file
 
     OUT/
@@ -72,6 +72,10 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
+
+# What we borrow: torch keeps these names private, and has no public one for the same.
+#     torch.distributed.tensor.DTensor._spec    mesh and placements, for a copy in host memory
+#     torch._foreach_copy_                      all tensors in one call, without Python's lock
 
 # ---- 1. Names in the folder --------------------------------------------------------------------
 
@@ -185,12 +189,12 @@ def lock_folder(folder):
 # ---- 2. What is saved --------------------------------------------------------------------------
 
 
-def local_part(tensor):
-    """This rank's part of a tensor, same memory."""
+def local_tensor(tensor):
+    """The part of a DTensor that this rank holds, same memory; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def with_local_part(tensor, local):
+def with_local_tensor(tensor, local):
     """Like `tensor`, with another part of the same shape."""
     if not isinstance(tensor, DTensor):
         return local
@@ -198,45 +202,54 @@ def with_local_part(tensor, local):
     return DTensor(local, tensor._spec, requires_grad=False)
 
 
-def plain(tensor):
-    """The tensor without a wrapping subclass (torchao's weight for float8 gathers), same memory.
+def plain_tensors(tensor):
+    """The tensors in memory that a DTensor, float8 or other tensor subclass is made of here."""
+    if isinstance(tensor, DTensor):
+        return plain_tensors(tensor.to_local())
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [plain for part in inner for plain in plain_tensors(part)]
 
-    As they are, they would be pickled as torchao's classes, for a Python with torchao only.
+
+def without_wrapper(tensor):
+    """The tensor without torchao's wrapper for float8 gathers, same memory.
+
+    As they are, wrapped weights would be pickled as torchao's classes, for a Python with torchao
+    only. The weight comes first in the wrapper, a scale may follow.
     """
-    local = local_part(tensor)
-    if not hasattr(local, "__tensor_flatten__"):
+    if not hasattr(local_tensor(tensor), "__tensor_flatten__"):
         return tensor
-    inner = getattr(local, local.__tensor_flatten__()[0][0])  # torch's protocol for such classes
-    return with_local_part(tensor, inner)
+    return with_local_tensor(tensor, plain_tensors(tensor)[0])
 
 
-def build_state(model_parts, optimizer) -> dict[str, torch.Tensor]:
+def build_state(stages, optimizer) -> dict[str, torch.Tensor]:
     """This rank's weights and optimizer state by global name: the live tensors, not copies.
 
-    `model_parts` are the pipeline stages of this rank, all stepped by the one optimizer (None: only
-    weights). An optimizer that never stepped is given zero moments, as the target of a load.
+    `stages` are this rank's of the model, all stepped by the one optimizer (None: only weights). An
+    optimizer that never stepped is given zero moments, as the target of a load.
     """
-    parts = nn.ModuleList(model_parts)  # one module, since torch maps an optimizer to one
+    stages = nn.ModuleList(stages)  # one module, since torch maps an optimizer to one
     # canonical names, free of wrappers. This comes first: it reshards what an evaluation gathered.
-    weights = dcp_state.get_model_state_dict(parts)
-    every_name = dict(parts.named_parameters(remove_duplicate=False)).keys()
-    for name in every_name - dict(parts.named_parameters()).keys():
+    weights = dcp_state.get_model_state_dict(stages)
+    every_name = dict(stages.named_parameters(remove_duplicate=False)).keys()
+    for name in every_name - dict(stages.named_parameters()).keys():
         del weights[name]  # the second name of a tied weight
-    # the ModuleList numbers the parts: "3.layers.7..." here and "state.3.layers.7..." below
-    state = {"model." + key.split(".", 1)[1]: plain(tensor) for key, tensor in weights.items()}
+    # the ModuleList numbers the stages: "3.layers.7..." here and "state.3.layers.7..." below
+    state = {"model." + key.split(".", 1)[1]: without_wrapper(t) for key, t in weights.items()}
     if optimizer is None:
         return state
     is_fresh = not optimizer.state
     # torch fills an empty state by a step with lr 0 and zero gradients: weights stay, but counters
     # become 1, and a bias correction that is a step ahead would go unnoticed
     options = dcp_state.StateDictOptions(flatten_optimizer_state_dict=True)
-    slots = dcp_state.get_optimizer_state_dict(parts, optimizer, options=options)
+    slots = dcp_state.get_optimizer_state_dict(stages, optimizer, options=options)
     for key, value in slots.items():
         if not key.startswith("state."):
             continue  # param_groups: hyperparameters belong to the flags
         if is_fresh and key.endswith(".step"):
             value.zero_()
-        state["optimizer." + key.split(".", 2)[2]] = plain(value)
+        state["optimizer." + key.split(".", 2)[2]] = without_wrapper(value)
     return state
 
 
@@ -318,12 +331,13 @@ class StagingPlanner(dcp.DefaultSavePlanner):
         """In the thread that saves: copy, let the optimizer go on, plan."""
         if self.host is None:
             self.host = {
-                key: with_local_part(tensor, empty_on_host(local_part(tensor)))
+                key: with_local_tensor(tensor, empty_on_host(local_tensor(tensor)))
                 for key, tensor in state_dict.items()
             }
-        copies = [local_part(self.host[key]) for key in state_dict]
+        copies = [local_tensor(self.host[key]) for key in state_dict]
         # one call, and without Python's lock, so that the loop goes on meanwhile
-        torch._foreach_copy_(copies, list(map(local_part, state_dict.values())), non_blocking=True)
+        originals = list(map(local_tensor, state_dict.values()))
+        torch._foreach_copy_(copies, originals, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         self.staged.set()
@@ -361,14 +375,14 @@ class Checkpointer:
         # copies must not queue behind the next step's kernels; also tells the thread its GPU
         self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
-    def save(self, step: int, model_parts, optimizer, train_state: dict) -> None:
+    def save(self, step: int, stages, optimizer, train_state: dict) -> None:
         """Begin to save step `step`, also if the save before turns out to have failed."""
         try:
             self.wait()
         except CheckpointError:
-            self.begin(step, build_state(model_parts, optimizer), train_state)
+            self.begin(step, build_state(stages, optimizer), train_state)
             raise
-        self.begin(step, build_state(model_parts, optimizer), train_state)
+        self.begin(step, build_state(stages, optimizer), train_state)
 
     def begin(self, step, state, train_state):
         """Write the state of `build_state`, in a thread or (sync) before returning."""
@@ -463,116 +477,6 @@ def read_metadata(path):
         return MetadataUnpickler(file).load()
 
 
-def open_checkpoint(path):
-    """({key: shape} stored, read(state): fills tensors by key), of ours or a Hugging Face folder.
-
-    Costs:   each rank reads the slices it holds, one at a time in host memory.
-    """
-    if (path / "config.json").is_file():
-        reader = dcp.HuggingFaceStorageReader(path)
-        metadata = reader.read_metadata()
-    else:
-        reader = dcp.FileSystemReader(path)
-        metadata = read_metadata(path)
-    reader.read_metadata = lambda: metadata  # DCP's own would unpickle anything
-    shapes = {key: tuple(entry.size) for key, entry in metadata.state_dict_metadata.items()}
-    return shapes, partial(dcp.load, storage_reader=reader)
-
-
-def fill_state(state, wanted, find, *, ignored, describe):
-    """Fill the tensors of `state` in place, or raise one ValueError on all ranks.
-
-    Args:    wanted, {key: full shape} of the whole model, the same on all ranks; find() -> folder;
-             ignored, a pattern of stored keys that need no place here; describe(reason) -> text.
-    """
-    reason = None
-    try:
-        stored, read = open_checkpoint(find())
-        keys = [k for k in sorted(stored.keys() | wanted) if stored.get(k) != wanted.get(k)]
-        keys = [k for k in keys if k in wanted or not re.fullmatch(ignored, k)]
-        if keys:
-            there, here = (shapes.get(keys[0], "absent") for shapes in (stored, wanted))
-            more = f", and {len(keys) - 1} other keys differ" if len(keys) > 1 else ""
-            reason = f"{keys[0]} is {there} there and {here} in this run{more}"
-    except Exception as error:  # whatever a damaged file makes of the parsers
-        reason = describe_error(error)
-    reasons = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)  # one rank's trouble must not leave the others waiting
-    if not any(reasons):
-        try:
-            return read(state)
-        except (Exception, CheckpointException) as error:
-            reasons = [describe_error(error)]
-    raise ValueError(describe(next(filter(None, reasons))))
-
-
-def load_checkpoint(folder, step: int, model_parts, optimizer, *, shapes) -> None:
-    """Read the weights and the optimizer's state of a step, in place, on whatever mesh this is.
-
-    shapes     {parameter name: full shape} of the whole model, the same on all ranks: compared with
-               what is stored before any tensor is read.
-    Raises:    ValueError, the same on all ranks: another model or optimizer, or unreadable files.
-    """
-    state = build_state(model_parts, optimizer)
-    wanted = {f"model.{name}": tuple(shape) for name, shape in shapes.items()}
-    for slot in {key.rsplit(".", 1)[1] for key in state if key.startswith("optimizer.")}:
-        for name, shape in shapes.items():
-            wanted[f"optimizer.{name}.{slot}"] = () if slot == "step" else tuple(shape)
-    find = partial(checkpoint_path, folder, step)
-    describe = partial(describe_refusal, folder, step)
-    fill_state(state, wanted, find, ignored="", describe=describe)
-
-
-# ---- 5. Hugging Face's names and files ---------------------------------------------------------
-
-HUGGINGFACE_MODULES = {
-    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
-    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
-    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-}  # fmt: skip
-HUGGINGFACE_FIELDS = {
-    "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size", "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta",
-    "tied_embeddings": "tie_word_embeddings",
-}  # fmt: skip
-# what model.py computes and has no field for
-LLAMA = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-
-
-def huggingface_name(name) -> str:
-    """layers.7.attention.wq.weight -> model.layers.7.self_attn.q_proj.weight"""
-    block, module = re.fullmatch(r"(layers\.\d+\.|)(.+)\.weight", name).groups()
-    return f"{block and 'model.' + block}{HUGGINGFACE_MODULES[module]}.weight"
-
-
-def config_to_huggingface(config) -> dict:
-    """What config.json says of a ModelConfig; transformers 4 and 5 both read this spelling."""
-    c = LLAMA | {theirs: config[ours] for ours, theirs in HUGGINGFACE_FIELDS.items()}
-    c |= {"head_dim": config["dim"] // config["n_heads"], "rope_scaling": None}
-    if config["rope_factor"] != 1.0:
-        c["rope_scaling"] = {
-            "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "factor": config["rope_factor"],
-            "original_max_position_embeddings": config["rope_original_seq_len"],
-        }  # fmt: skip
-    return c
-
-
-def flatten_config(c) -> dict:
-    """config.json without the inner dictionary of RoPE, and with LlamaConfig's defaults."""
-    c = LLAMA | {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0} | c
-    # transformers 5 keeps the base in the same dictionary as the stretch, 4 beside it
-    rope = c.pop("rope_scaling", None) or c.pop("rope_parameters", None) or {}
-    return c | {"rope_scaling": None, "rope_type": "default", "factor": 1.0} | rope
-
-
-# ---- 6. Weights to start from ------------------------------------------------------------------
-
-
 def check_safetensors(flag):
     """Raise ValueError, naming the flag that needs it, if safetensors is not installed."""
     if find_spec("safetensors") is None:
@@ -599,6 +503,128 @@ def find_checkpoint(flag, path) -> Path:
     )
 
 
+def open_checkpoint(path):
+    """({key: shape} stored, read(state): fills tensors by key), of ours or a Hugging Face folder.
+
+    Costs:   each rank reads the slices it holds, one at a time in host memory.
+    """
+    if (path / "config.json").is_file():
+        reader = dcp.HuggingFaceStorageReader(path)
+        metadata = reader.read_metadata()
+    else:
+        reader = dcp.FileSystemReader(path)
+        metadata = read_metadata(path)
+    reader.read_metadata = lambda: metadata  # DCP's own would unpickle anything
+    shapes = {key: tuple(entry.size) for key, entry in metadata.state_dict_metadata.items()}
+    return shapes, partial(dcp.load, storage_reader=reader)
+
+
+class Unreadable(Exception):
+    """Why stored tensors cannot fill those of this run; every rank raises it with one reason."""
+
+
+def describe_differences(stored, wanted, ignored):
+    """What keys or shapes differ, or None; `ignored`, a pattern of stored keys that may be left."""
+    keys = [key for key in sorted(stored.keys() | wanted) if stored.get(key) != wanted.get(key)]
+    keys = [key for key in keys if key in wanted or not re.fullmatch(ignored, key)]
+    if not keys:
+        return None
+    there, here = (shapes.get(keys[0], "absent") for shapes in (stored, wanted))
+    more = f", and {len(keys) - 1} other keys differ" if len(keys) > 1 else ""
+    return f"{keys[0]} is {there} there and {here} in this run{more}"
+
+
+def fill_state(state, wanted, flag, path, *, ignored=""):
+    """Fill the tensors of `state` in place from the folder that FLAG PATH means.
+
+    Args:    wanted, {key: full shape} of the whole model, the same on all ranks: compared with what
+             is stored before any tensor is read.
+    Raises:  Unreadable, on all ranks: one rank's trouble must not leave the others waiting.
+    """
+    reason = None
+    try:
+        stored, read = open_checkpoint(find_checkpoint(flag, path))
+        reason = describe_differences(stored, wanted, ignored)
+    except Exception as error:  # whatever a damaged file makes of the parsers
+        reason = describe_error(error)
+    reasons = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    if any(reasons):
+        raise Unreadable(next(filter(None, reasons)))
+    try:
+        read(state)
+    except (Exception, CheckpointException) as error:  # DCP raises it on all ranks alike
+        raise Unreadable(describe_error(error)) from error
+
+
+def load_checkpoint(folder, step: int, stages, optimizer, *, shapes) -> None:
+    """Read the weights and the optimizer's state of a step, in place, on whatever mesh this is.
+
+    shapes     {parameter name: full shape} of the whole model, the same on all ranks.
+    Raises:    ValueError, the same on all ranks: another model or optimizer, or unreadable files.
+    """
+    state = build_state(stages, optimizer)
+    wanted = {f"model.{name}": tuple(shape) for name, shape in shapes.items()}
+    for slot in {key.rsplit(".", 1)[1] for key in state if key.startswith("optimizer.")}:
+        for name, shape in shapes.items():
+            wanted[f"optimizer.{name}.{slot}"] = () if slot == "step" else tuple(shape)
+    try:
+        fill_state(state, wanted, "--resume", checkpoint_path(folder, step))
+    except Unreadable as error:
+        raise ValueError(describe_refusal(folder, step, error)) from error
+
+
+# ---- 5. Hugging Face's names and files ---------------------------------------------------------
+
+HUGGINGFACE_MODULES = {
+    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
+    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}  # fmt: skip
+HUGGINGFACE_FIELDS = {
+    "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size", "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta",
+    "tied_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+# what model.py computes and has no field for
+LLAMA = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+
+
+def huggingface_name(name) -> str:
+    """layers.7.attention.wq.weight -> model.layers.7.self_attn.q_proj.weight"""
+    block, module = re.fullmatch(r"(layers\.\d+\.|)(.+)\.weight", name).groups()
+    theirs = HUGGINGFACE_MODULES[module]  # of a block, or with its whole name
+    return f"model.{block}{theirs}.weight" if block else f"{theirs}.weight"
+
+
+def config_to_huggingface(config) -> dict:
+    """What config.json says of a ModelConfig; transformers 4 and 5 both read this spelling."""
+    c = LLAMA | {theirs: config[ours] for ours, theirs in HUGGINGFACE_FIELDS.items()}
+    c |= {"head_dim": config["dim"] // config["n_heads"], "rope_scaling": None}
+    if config["rope_factor"] != 1.0:
+        c["rope_scaling"] = {
+            "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "factor": config["rope_factor"],
+            "original_max_position_embeddings": config["rope_original_seq_len"],
+        }  # fmt: skip
+    return c
+
+
+def flatten_config(c) -> dict:
+    """config.json without the inner dictionary of RoPE, and with LlamaConfig's defaults."""
+    c = LLAMA | {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0} | c
+    # transformers 5 keeps the base in the same dictionary as the stretch, 4 beside it
+    rope = c.pop("rope_scaling", None) or c.pop("rope_parameters", None) or {}
+    return c | {"rope_scaling": None, "rope_type": "default", "factor": 1.0} | rope
+
+
+# ---- 6. Weights to start from ------------------------------------------------------------------
+
+
 def check_init_from(path, config) -> Path:
     """Return the folder that --init-from PATH means, if the model in it is the one of this run.
 
@@ -623,7 +649,7 @@ def check_init_from(path, config) -> Path:
     return folder
 
 
-def load_weights(path, model_parts, *, shapes) -> None:
+def load_weights(path, stages, *, shapes) -> None:
     """Read the weights of --init-from PATH, in place, on whatever mesh this is.
 
     path       what check_init_from accepted: that tells other models which have the same shapes.
@@ -631,19 +657,22 @@ def load_weights(path, model_parts, *, shapes) -> None:
     Raises:    ValueError, the same on all ranks: another model, or unreadable files.
     """
     is_huggingface = (Path(path) / "config.json").is_file()
-    rename = huggingface_name if is_huggingface else "model.{}".format
-    state = {rename(k.removeprefix("model.")): v for k, v in build_state(model_parts, None).items()}
-    fill_state(
-        state,
-        {rename(name): tuple(shape) for name, shape in shapes.items()},
-        partial(find_checkpoint, "--init-from", path),
-        # the second copy of a tied weight, and what model.py computes
-        ignored=r"optimizer\..+|lm_head\.weight|.+\.rotary_emb\.inv_freq",
-        describe=lambda reason: (
-            f"--init-from {path} conflicts with this run ({reason}): weights come from whole files "
+
+    def stored_name(name):
+        return huggingface_name(name) if is_huggingface else f"model.{name}"
+
+    state = build_state(stages, None)
+    state = {stored_name(key.removeprefix("model.")): tensor for key, tensor in state.items()}
+    wanted = {stored_name(name): tuple(shape) for name, shape in shapes.items()}
+    # the second copy of a tied weight, and what model.py computes
+    ignored = r"optimizer\..+|lm_head\.weight|.+\.rotary_emb\.inv_freq"
+    try:
+        fill_state(state, wanted, "--init-from", path, ignored=ignored)
+    except Unreadable as error:
+        raise ValueError(
+            f"--init-from {path} conflicts with this run ({error}): weights come from whole files "
             "and fit only their own model: give its --model and --set, or another path"
-        ),
-    )
+        ) from error
 
 
 # ---- 7. The tool -------------------------------------------------------------------------------
@@ -652,9 +681,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of an export
 SAFETENSORS_BYTES = 5 * 10**9  # of an output file, about: where transformers cuts as well
 
 
-def print_list(path):
+def print_steps(folder):
     """A line per published step, oldest first, then what is there but does not count."""
-    folder = find_checkpoint("OUT", path).parent
     published = [checkpoint_path(folder, step) for step in list_checkpoints(folder)]
     for path in published:
         mib = sum(file.stat().st_size for file in path.iterdir()) / 2**20
@@ -758,11 +786,10 @@ def export(path, to, *, kind, dtype):
 def parse_args(argv):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("list", help="steps, sizes, tokens; marks what does not count")
-    add.add_argument("checkpoint", nargs="?", default="out", metavar="OUT", help="default: out")
     ckpt = {"metavar": "CKPT", "help": "a folder step-..., or a run's --out, for its newest"}
-    add = commands.add_parser("inspect", help="tensors, shapes, dtypes, bytes and train.json")
-    add.add_argument("checkpoint", **ckpt)
+    tells = "tensors, shapes, dtypes, bytes, train.json; of a run's --out also which steps count"
+    add = commands.add_parser("inspect", help=tells)
+    add.add_argument("checkpoint", nargs="?", default="out", **ckpt)
     add = commands.add_parser("export", help="weights for Hugging Face, or one torch file")
     add.add_argument("--from", dest="checkpoint", required=True, **ckpt)
     add.add_argument("--to", required=True, type=Path, help="new folder, whole once it exists")
@@ -777,10 +804,11 @@ def main(argv=None):
     args = parse_args(argv)
     warnings.filterwarnings("ignore", "torch.distributed is")  # not initialised: none is needed
     try:
-        if args.command == "list":
-            print_list(args.checkpoint)
-        elif args.command == "inspect":
-            print_contents(find_checkpoint("CKPT", args.checkpoint))
+        if args.command == "inspect":
+            path = find_checkpoint("CKPT", args.checkpoint)
+            if path != Path(args.checkpoint):  # a run's folder
+                print_steps(path.parent)
+            print_contents(path)
         else:
             path = find_checkpoint("--from", args.checkpoint)
             export(path, args.to, kind=args.format, dtype=DTYPES[args.dtype])

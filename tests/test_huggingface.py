@@ -541,19 +541,22 @@ def test_init_from_takes_a_step_a_run_or_its_checkpoints(tmp_path, tied_run):
 # ---- the tool ----------------------------------------------------------------------------------
 
 
-def test_list_marks_what_does_not_count(tmp_path, tied_run, capsys):
+def test_of_a_run_inspect_marks_what_does_not_count(tmp_path, tied_run, capsys):
     steps = tmp_path / "checkpoints"
     for name in ("step-00000003", "step-100000000", "step-00000005.set-aside-1"):
         shutil.copytree(tied_run[0] / "checkpoints/step-00000003", steps / name)
     (steps / "step-00000007.tmp-ab").mkdir()
-    status, out, _ = run_tool(capsys, "list", tmp_path)
+    status, out, _ = run_tool(capsys, "inspect", tmp_path)
     size = sum(p.stat().st_size for p in (steps / "step-00000003").iterdir()) / 2**20
     told = f"{size:.2f} MiB  3,000 tokens", "does not count: unfinished, half deleted or set aside"
-    assert status == 0 and out.splitlines() == [
+    assert status == 0 and out.splitlines()[:5] == [
         f"step-00000003  {told[0]}", f"step-100000000  {told[0]}",
         f"step-00000005.set-aside-1  {told[1]}", f"step-00000007.tmp-ab  {told[1]}",
+        f"{steps}/step-100000000",
     ]  # fmt: skip
-    assert run_tool(capsys, "list", steps)[1] == out
+    assert run_tool(capsys, "inspect", steps)[1] == out
+    _, of_one, _ = run_tool(capsys, "inspect", steps / "step-00000003")
+    assert of_one.startswith(f"{steps}/step-00000003\n")
 
 
 def test_inspect_groups_the_layers(tmp_path, capsys):
@@ -585,7 +588,7 @@ def test_an_export_is_whole_or_absent_and_overwrites_nothing(tmp_path, tied_run,
     assert {path.name for path in tmp_path.iterdir()} == {"there", "run"}
 
 
-@pytest.mark.parametrize("command", [("list",), ("inspect",), ("export", "--to", "x", "--from")])
+@pytest.mark.parametrize("command", [("inspect",), ("export", "--to", "x", "--from")])
 def test_what_is_no_checkpoint_is_told_in_one_line(tmp_path, capsys, command):
     half_deleted = tmp_path / "step-00000005.tmp-deleted"
     half_deleted.mkdir()
