@@ -73,7 +73,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-# What we borrow: torch keeps these names private, and has no public one for the same.
+# What we borrow: names that torch or torchao keep private, and why no public one will do.
 #     torch.distributed.tensor.DTensor._spec    mesh and placements, for a copy in host memory
 #     torch._foreach_copy_                      all tensors in one call, without Python's lock
 
@@ -167,6 +167,18 @@ def set_aside_newer(folder, step: int) -> list[str]:
         n = 1 + len(list(path.parent.glob(f"{path.name}.set-aside-*")))
         names.append(path.rename(f"{path}.set-aside-{n}").name)
     return names
+
+
+def check_out(out) -> list[int]:
+    """The steps published in OUT, if there are any; ValueError if a run could not write there."""
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"--out {out} cannot be made: {existing} is "
+            f"{'not writable' if existing.is_dir() else 'not a folder'}, and a run writes its "
+            "checkpoints and metrics there; try another --out"
+        )
+    return list_checkpoints(out / "checkpoints")
 
 
 def lock_folder(folder):

@@ -501,6 +501,18 @@ def window_at(position, n_windows, seed):
 # ---- 6. Batches --------------------------------------------------------------------------------
 
 
+def check_batch(global_batch_size, local_batch_size, n_data):
+    """Raise ValueError if the data ranks cannot share the global batch in whole local batches."""
+    unit = local_batch_size * n_data
+    if global_batch_size % unit:
+        below = global_batch_size // unit * unit
+        raise ValueError(
+            f"--global-batch-size {global_batch_size} must be a multiple of --local-batch-size "
+            f"{local_batch_size} times {n_data} data ranks (--dp-replicate x --dp-shard): try "
+            f"--global-batch-size {f'{below} or ' if below else ''}{below + unit}"
+        )
+
+
 def read_windows(tokens, windows, seq_len):
     """Inputs and labels of the windows: int64 (B, T) each."""
     rows = np.stack([tokens.read(int(w) * seq_len, seq_len + 1) for w in windows])  # (B, T + 1)

@@ -66,6 +66,13 @@ from torch.distributed.tensor.parallel import (
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
+# What we borrow: names that torch or torchao keep private, and why no public one will do.
+#     torch._C._dispatch_has_kernel_for_dispatch_key    whether MXFP8's kernels are loaded,
+#     torchao.prototype.mx_formats.kernels._mxfp8_cuda_kernels_available    and whether they can be
+#     torch.distributed.tensor.parallel.ParallelStyle._apply    what a style of one's own overrides
+#     torchao.float8.float8_training_tensor.Float8TrainingTensor._data    its bytes, for gloo
+#     torch.ops._c10d_functional    the all-gather of those bytes
+
 # ---- 1. Refusals -------------------------------------------------------------------------------
 
 

@@ -1,19 +1,23 @@
-"""One function per technique: each takes the model and a piece of the mesh and changes the model.
+"""One function per technique: each takes a stage and a piece of the mesh and changes the stage.
 
-The ranks form a cube with five axes, outer to inner pp, dp_replicate, dp_shard, cp, tp; the last
-varies fastest, so that the chattiest axis (tp) lies on neighbouring GPUs of one host. 8 ranks as
-pp 2 x dp_shard 2 x tp 2:
+A stage is the whole model, or the part of it that a pipeline leaves to this rank. The ranks form a
+cube with five axes, outer to inner pp, dp_replicate, dp_shard, cp, tp; the last varies fastest, so
+that the chattiest axis (tp) lies on neighbouring GPUs of one host. 8 ranks as pp 2 x dp_shard 2 x
+tp 2:
 
               dp_shard 0        dp_shard 1
               tp 0   tp 1       tp 0   tp 1         tp        groups  01 23 45 67
     pp 0       0      1          2      3           dp_shard  groups  02 13 46 57
     pp 1       4      5          6      7           pp        groups  04 15 26 37
 
-Three groups are made of several axes:
+Four groups are made of several axes:
 
-    hsdp   dp_replicate x fsdp          the two-dimensional mesh that fully_shard takes, where
-    fsdp   dp_shard x cp                parameters, gradients and optimizer states are sharded
-    data   dp_replicate x dp_shard      ranks that read different sequences
+    hsdp    dp_replicate x fsdp         the two-dimensional mesh that fully_shard takes, where
+    fsdp    dp_shard x cp               parameters, gradients and optimizer states are sharded
+    data    dp_replicate x dp_shard     ranks that read different sequences
+    shards  fsdp x tp                   ranks that hold a stage's weights together: DTensor finds
+                                        this group by itself, for the norm of gradients split on
+                                        both axes, in one all-reduce
 
     axis          splits                     sends per block and direction             function
     ------------  -------------------------  ----------------------------------------  ------------
@@ -31,8 +35,7 @@ The order in which train.py applies them is pp split -> float8 -> tp -> cp -> ac
 checkpointing -> compile -> fsdp, all on the meta device; then `materialise` gives every rank its
 slice of weights that do not depend on the mesh.
 
-What these sends add up to on a given mesh, and what a rank holds meanwhile, `Account` (§10) counts:
-train.py's --simulate prints it.
+What these sends add up to on a given mesh, and what a rank holds meanwhile, simulate.py counts.
 
 Gradients are sums, not means: the loss is divided by the global number of valid tokens before the
 backward pass, so that every reduction here is a plain sum and no mesh needs a factor of its own.
@@ -45,20 +48,19 @@ Megatron-LM (arXiv 1909.08053); sequence parallelism (arXiv 2205.05198); Llama 3
 2407.21783) §3.3.2.
 """
 
-import threading
+import math
 import warnings
-import weakref
-from collections import Counter
-from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
-from torch._subclasses import FakeTensor
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -67,7 +69,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -75,25 +76,83 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.attention.bias import CausalBias, causal_lower_right
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
-from torch.utils.weak import WeakIdKeyDictionary
+
+# What we borrow: names that torch or torchao keep private, and why no public one will do.
+#     torch.distributed.device_mesh.DeviceMesh._unflatten      axes of the same ranks cut otherwise
+#     torch.distributed.device_mesh.DeviceMesh._flatten        one group of two axes
+#     torch.distributed._functional_collectives                an all-gather that autograd knows
+#     torch.distributed._symmetric_memory                      and the next: asynchronous tp
+#     torch._inductor.config._micro_pipeline_tp
+#     torch.distributed.algorithms._checkpoint.checkpoint_wrapper  saves a block's input alone
+#     torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper.
+#         _checkpoint_wrapped_module                           the block inside
+#     torch.ops._c10d_functional                               and the next: what --ac op saves
+#     torch.ops.aten._scaled_mm
+#     torch.ops.aten._scaled_dot_product_flash_attention
+#     torch.ops.aten._scaled_dot_product_efficient_attention
+#     torch.ops.aten._scaled_dot_product_cudnn_attention
+#     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 # ---- 1. The mesh -------------------------------------------------------------------------------
+
+
+def nearest_multiples(value, unit):
+    """The multiples of `unit` around `value`, for an error: 96 or 104."""
+    below, above = value // unit * unit, -(-value // unit) * unit
+    return f"{below} or {above}" if below else f"{above}"
+
+
+def check_mesh(degrees, config, *, model, seq_len, world_size):
+    """Raise ValueError if the mesh does not fit the ranks, the model or the sequence.
+
+    Args:    degrees, {axis: degree} outer to inner; model, the flag; world_size, of the job.
+    """
+    product = math.prod(degrees.values())
+    if product != world_size:
+        typed = " x ".join(f"--{axis.replace('_', '-')} {n}" for axis, n in degrees.items())
+        others = product // degrees["dp_shard"]
+        way_out = f"try --dp-shard {world_size // others}"
+        if world_size % others:
+            way_out = f"start a multiple of {others} ranks, or lower a degree"
+        raise ValueError(
+            f"{typed} make {product} ranks, but the world size is {world_size}: the product of the "
+            f"degrees must be the number of ranks; {way_out}"
+        )
+    tp, cp = degrees["tp"], degrees["cp"]
+    for name in ("n_heads", "n_kv_heads", "ffn_dim"):
+        value = getattr(config, name)
+        if value % tp:
+            divisors = [str(n) for n in range(1, min(value, world_size) + 1) if value % n == 0]
+            raise ValueError(
+                f'--tp {tp} must divide {name} {value} (model "{model}"): '
+                f"try --tp {' or '.join(divisors)}"
+            )
+    rows = -(-config.vocab_size // tp)  # of the embedding, on all ranks but the last
+    if (tp - 1) * rows >= config.vocab_size:
+        raise ValueError(
+            f"--tp {tp} leaves the last rank no row of the embedding, of which there are "
+            f"vocab_size {config.vocab_size} and others take {rows}: every rank holds some; try "
+            "--tp 1"
+        )
+    unit = tp * (2 * cp if cp > 1 else 1)
+    if seq_len % unit:
+        raise ValueError(
+            f"--seq-len {seq_len} must be a multiple of {unit} with --tp {tp} and --cp {cp} (tp, "
+            f"times 2 cp if cp > 1): try --seq-len {nearest_multiples(seq_len, unit)}"
+        )
 
 
 def build_mesh(device_type, *, pp, dp_replicate, dp_shard, cp, tp):
     """Return {axis: DeviceMesh} for all ranks. Axes of degree 1 are there too, so no code asks.
 
-    Axes:    pp, dp_replicate, cp, tp, the joined fsdp and data, and the two-dimensional hsdp =
-             (dp_replicate, fsdp). Each is the piece that this rank belongs to.
+    Axes:    pp, dp_replicate, cp, tp, the joined fsdp, data and shards, and the two-dimensional
+             hsdp = (dp_replicate, fsdp). Each is the piece that this rank belongs to.
     Needs:   an initialised process group of exactly the product of the degrees.
     Source:  paper §2.1 and B.2.
     """
@@ -104,10 +163,10 @@ def build_mesh(device_type, *, pp, dp_replicate, dp_shard, cp, tp):
         return world._unflatten(0, tuple(degrees.values()), tuple(degrees))
 
     weights = view(pp=pp, dp_replicate=dp_replicate, fsdp=dp_shard * cp, tp=tp)
-    weights["fsdp", "tp"]._flatten("shards")  # lets a gradient norm cross both in one all-reduce
     tokens = view(pp=pp, data=dp_replicate * dp_shard, cp=cp, tp=tp)
     mesh = {axis: weights[axis] for axis in ("pp", "dp_replicate", "fsdp", "tp")}
     mesh["hsdp"] = weights["dp_replicate", "fsdp"]
+    mesh["shards"] = weights["fsdp", "tp"]._flatten("shards")
     return mesh | {"data": tokens["data"], "cp": tokens["cp"]}
 
 
@@ -132,7 +191,7 @@ def look_up(embedding, tokens, *, tp_mesh):
 
 
 def apply_tp(
-    model,
+    stage,
     tp_mesh,
     colwise=ColwiseParallel,
     rowwise=RowwiseParallel,
@@ -151,7 +210,7 @@ def apply_tp(
              and 2 all-reduces of norm gradients (D); 1 all-gather before output and 1
              reduce-scatter after tok_embeddings, mirrored backward; for the loss 3 all-reduces of
              (B, T), or without `loss_parallel` 1 all-gather of (B, T, V).
-    Needs:   tp divides n_heads, n_kv_heads and T (checked by train.py:check_args).
+    Needs:   tp divides n_heads, n_kv_heads and T (checked by check_mesh).
     Source:  paper §2.1.3 and B.3.
     """
     plan = {
@@ -162,13 +221,13 @@ def apply_tp(
             use_local_output=not loss_parallel,
         ),
     }
-    plan = {name: style for name, style in plan.items() if getattr(model, name) is not None}
-    parallelize_module(model, tp_mesh, plan)
-    if (embedding := model.tok_embeddings) is not None:
+    plan = {name: style for name, style in plan.items() if getattr(stage, name) is not None}
+    parallelize_module(stage, tp_mesh, plan)
+    if (embedding := stage.tok_embeddings) is not None:
         weight = distribute_tensor(embedding.weight, tp_mesh, [Shard(0)], src_data_rank=None)
         embedding.weight = nn.Parameter(weight)
         embedding.forward = partial(look_up, embedding, tp_mesh=tp_mesh)
-    for block in model.layers.values():
+    for block in stage.layers.values():
         plan = {
             "attention_norm": SequenceParallel(),  # (B, T/tp, D), as is the residual stream
             "attention": prepare_input(  # (B, T/tp, D) -> (B, T, D)  all-gather over tp
@@ -187,7 +246,7 @@ def apply_tp(
             "feed_forward.w2": rowwise(output_layouts=Shard(1)),
         }
         parallelize_module(block, tp_mesh, plan)
-    model.tie_embeddings()  # parallelize_module gave each its own DTensor
+    stage.tie_embeddings()  # parallelize_module gave each its own DTensor
 
 
 # ---- 3. Context parallelism --------------------------------------------------------------------
@@ -203,15 +262,17 @@ def cp_positions(seq_len, *, cp, cp_rank):
     costs a query as many products as it has predecessors, and a head with a tail costs every rank
     the same. cp 1 holds everything in order.
     """
-    chunks = torch.arange(seq_len).chunk(2 * cp) if cp > 1 else [torch.arange(seq_len)]
-    return torch.cat([chunks[cp_rank], chunks[-1 - cp_rank]]) if cp > 1 else chunks[0]
+    if cp == 1:
+        return torch.arange(seq_len)
+    chunks = torch.arange(seq_len).chunk(2 * cp)
+    return torch.cat([chunks[cp_rank], chunks[-1 - cp_rank]])
 
 
 def lower_right(n_queries, n_keys):
     """The causal mask of the last `n_queries` positions among `n_keys`: a note to the kernel.
 
-    torch's own constructor allocates 8 n_queries n_keys bytes which nothing reads: 32 GiB at
-    262,144 tokens on 8 ranks.
+    It is told its lengths after it is made, because it is a tensor to which torch gives memory by
+    its arguments, 8 n_queries n_keys bytes that nothing reads: 32 GiB at 262,144 tokens on 8 ranks.
     """
     bias = causal_lower_right(1, 1)
     bias.seq_len_q, bias.seq_len_kv = n_queries, n_keys
@@ -254,31 +315,13 @@ class ContextParallelAttention(nn.Module):
         return torch.cat(outputs, dim=-2)
 
 
-def apply_cp(model, cp_mesh):
+def apply_cp(stage, cp_mesh):
     """Let every block's attention see the whole sequence while it holds 1/cp of it, in place.
 
     Needs:   inputs, labels and RoPE rows in the order of `cp_positions`; 2 cp divides T.
     """
-    for block in model.layers.values():
-        block.attention.core = ContextParallelAttention(cp_mesh, model.seq_len)
-
-
-@contextmanager
-def thin_causal_mask(dtype):
-    """While open, the mask that a CPU kernel wants is one element seen T/2cp x prefix times.
-
-    For fake tensors, to count what CUDA would allocate: its kernels want no mask.
-    """
-    original = CausalBias._materialize
-
-    def materialise(bias, device=None):
-        return torch.zeros((), dtype=dtype, device=device).expand(bias.seq_len_q, bias.seq_len_kv)
-
-    CausalBias._materialize = materialise
-    try:
-        yield
-    finally:
-        CausalBias._materialize = original
+    for block in stage.layers.values():
+        block.attention.core = ContextParallelAttention(cp_mesh, stage.seq_len)
 
 
 # ---- 4. Activation checkpointing ---------------------------------------------------------------
@@ -314,7 +357,7 @@ def selective_contexts():
     return create_selective_checkpoint_contexts(policy)
 
 
-def apply_ac(model, mode):
+def apply_ac(stage, ac):
     """Trade memory for recomputation, block by block, in place.
 
     Modes:   full  a block saves only its input (B, T, D) and runs again in the backward pass: 6 of
@@ -330,17 +373,22 @@ def apply_ac(model, mode):
     Note:    gradients are the same bit for bit, where the kernels are deterministic.
     Source:  paper §2.2.1 and B.5; arXiv 1604.06174; selectively: arXiv 2205.05198.
     """
-    for number, block in list(model.layers.items()):
-        if mode == "op":
-            model.layers[number] = checkpoint_wrapper(block, context_fn=selective_contexts)
-        elif mode == "full" or (int(number) + 1) % int(mode) == 0:
-            model.layers[number] = checkpoint_wrapper(block)
+    for number, block in list(stage.layers.items()):
+        if ac == "op":
+            stage.layers[number] = checkpoint_wrapper(block, context_fn=selective_contexts)
+        elif ac == "full" or (int(number) + 1) % int(ac) == 0:
+            stage.layers[number] = checkpoint_wrapper(block)
+
+
+def inner_block(block):
+    """The block of model.py inside a wrapper of apply_ac, or the block itself."""
+    return block._checkpoint_wrapped_module if isinstance(block, CheckpointWrapper) else block
 
 
 # ---- 5. Regional compile and asynchronous tensor parallelism -----------------------------------
 
 
-def apply_compile(model, *, ac="none", backend="inductor"):
+def apply_compile(stage, *, ac="none", backend="inductor"):
     """Compile each block on its own, in place: one graph, reused by all blocks of the same shape.
 
     A graph must be whole (a break is an error), and what happens between blocks, such as FSDP's
@@ -350,9 +398,20 @@ def apply_compile(model, *, ac="none", backend="inductor"):
 
     Source:  paper §2.2.2.
     """
-    for block in model.layers.values():
-        region = block if ac == "op" else getattr(block, "_checkpoint_wrapped_module", block)
+    for block in stage.layers.values():
+        region = block if ac == "op" else inner_block(block)
         region.compile(backend=backend, fullgraph=True)
+
+
+def check_async_tp(*, tp, compile, device_type):
+    """Raise ValueError for what asynchronous tensor parallelism cannot do without."""
+    for is_met, has, needs in (
+        (compile, "no --compile", "the compiler does the overlapping; add --compile"),
+        (tp > 1, f"--tp {tp}", "it overlaps the collectives of tp; try --tp 2"),
+        (device_type == "cuda", "no CUDA device", "its kernels are CUDA's; leave it out"),
+    ):
+        if not is_met:
+            raise ValueError(f"--async-tp conflicts with {has}: {needs}")
 
 
 def enable_async_tp(tp_mesh):
@@ -377,7 +436,7 @@ def enable_async_tp(tp_mesh):
 # ---- 6. Fully sharded data parallelism ---------------------------------------------------------
 
 
-def apply_fsdp(model, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
+def apply_fsdp(stage, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
     """Shard parameters, gradients and optimizer states over the fsdp axis, in place.
 
     Before:  parameters on the meta device, full or split over tp.
@@ -407,18 +466,18 @@ def apply_fsdp(model, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
         pin_memory = mesh["fsdp"].device_type == "cuda"
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
     free_blocks = reshard == "always" or (reshard == "default" and mesh["pp"].size() == 1)
-    ends = [model.norm, model.output]
-    if model.config.tied_embeddings:  # one weight cannot live in two units
-        ends.insert(0, model.tok_embeddings)
-    elif model.tok_embeddings is not None:
-        fully_shard(model.tok_embeddings, reshard_after_forward=free_blocks, **options)
-    for block in model.layers.values():
+    ends = [stage.norm, stage.output]
+    if stage.config.tied_embeddings:  # one weight cannot live in two units
+        ends.insert(0, stage.tok_embeddings)
+    elif stage.tok_embeddings is not None:
+        fully_shard(stage.tok_embeddings, reshard_after_forward=free_blocks, **options)
+    for block in stage.layers.values():
         fully_shard(block, reshard_after_forward=free_blocks, **options)
-    if model.norm is not None:
+    if stage.norm is not None:
         fully_shard(ends, reshard_after_forward=reshard == "always", **options)
-    fully_shard(model, **options)  # the root: no parameters of its own, it drives the others
+    fully_shard(stage, **options)  # the root: no parameters of its own, it drives the others
     n_ranks = mesh["dp_replicate"].size() * mesh["fsdp"].size()
-    for module in model.modules() if n_ranks > 1 else ():
+    for module in stage.modules() if n_ranks > 1 else ():
         if hasattr(module, "set_gradient_divide_factor"):  # an FSDP unit
             module.set_gradient_divide_factor(1.0)  # sums, not means
             module.set_force_sum_reduction_for_comms(True)  # by SUM, which gloo has too
@@ -428,23 +487,23 @@ def apply_fsdp(model, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
 
 
 def local_tensor(tensor):
-    """The part of a parameter or gradient that this rank holds."""
+    """The part of a DTensor that this rank holds, same memory; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensor(tensor):
-    """All of a parameter or gradient, gathered from the ranks that hold it (all must call)."""
+    """All of a DTensor, gathered from the ranks that hold it (all must call), or reduced."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def named_weights(model):
+def named_weights(stage):
     """(name, parameter) pairs under the names of model.py, whatever wraps its blocks."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in stage.named_parameters():
         yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
 
 @torch.no_grad()
-def materialise(model, *, device, weight_device, draw, positions):
+def materialise(stage, *, device, weight_device, draw, positions):
     """Give a meta-device model its memory and initial values, in place.
 
     Args:    device, where it computes; weight_device, where its shards live (cpu under offload);
@@ -455,15 +514,15 @@ def materialise(model, *, device, weight_device, draw, positions):
              operators do not keep that promise on CPU.
     Source:  paper §2.1.1.
     """
-    model.to_empty(device=weight_device)
-    model.tie_embeddings()
-    for name, parameter in named_weights(model):
+    stage.to_empty(device=weight_device)
+    stage.tie_embeddings()
+    for name, parameter in named_weights(stage):
         full = draw(name, parameter.shape)
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
             full = distribute_tensor(full, mesh, placements, src_data_rank=None)
         local_tensor(parameter).copy_(local_tensor(full))
-    model.init_rope(positions.to(device))
+    stage.init_rope(positions.to(device))
 
 
 # ---- 8. Gradient clipping ----------------------------------------------------------------------
@@ -512,269 +571,51 @@ def cross_entropy(logits, labels, n_valid_tokens):
     return whole_tensor(loss_sum) / n_valid_tokens
 
 
-def build_loss(last_part, n_chunks, tp):
+def check_loss_chunks(loss_chunks, *, seq_len, cp, tp):
+    """Raise ValueError if the tokens that a rank holds cannot be cut into so many pieces."""
+    local_len = seq_len // (cp * tp)
+    if local_len % loss_chunks:
+        raise ValueError(
+            f"--loss-chunks {loss_chunks} must divide the {local_len} tokens of a sequence that a "
+            f"rank holds (--seq-len {seq_len} / --cp {cp} / --tp {tp}): try "
+            f"--loss-chunks {math.gcd(local_len, loss_chunks)}"
+        )
+
+
+def build_loss(last_stage, loss_chunks, tp):
     """Return loss_fn(output, labels, n_valid_tokens), the one callable of every path.
 
-    With n_chunks > 1 the model stops at norm, and the loss calls the head on one piece of the
+    With loss_chunks > 1 the model stops at norm, and the loss calls the head on one piece of the
     sequence after the other under checkpointing: the logits of one piece exist at a time, in the
     backward pass too. At 8B, 8,192 tokens and 2 sequences the whole logits, their float32 copy and
     its gradient are 8 + 2 bytes for each of 2.1e9 elements, 20 GiB.
 
-    Shapes:  output is (B, T, V) logits, or with chunks (B, T/tp, D), of which every tp rank hands
-             the head its next piece: the labels are picked accordingly.
+    Under tp every rank hands the head its next piece, and the head gathers them. Of 8 tokens on
+    tp 2, in 2 chunks:
+
+        held by tp ranks    0 1 2 3 | 4 5 6 7
+        first piece         0 1     | 4 5           labels 0 1 4 5
+        second piece            2 3 |     6 7       labels 2 3 6 7
+
+    Shapes:  output is (B, T, V) logits, or with chunks (B, T/tp, D).
     Costs:   the head's forward a second time, and its collectives under tp.
     """
-    if n_chunks == 1 or last_part.output is None:
+    if loss_chunks == 1 or last_stage.output is None:
         return cross_entropy
-    last_part.stops_at_norm = True
+    last_stage.stops_at_norm = True
 
-    def chunk_loss(hidden, labels, n_valid_tokens):
-        return cross_entropy(last_part.output(hidden), labels, n_valid_tokens)
+    def piece_loss(hidden, labels, n_valid_tokens):
+        return cross_entropy(last_stage.output(hidden), labels, n_valid_tokens)
 
     def chunked_loss(hidden, labels, n_valid_tokens):
-        pieces = local_tensor(hidden).chunk(n_chunks, dim=1)  # (B, T/tp/n, D) each
-        labels = labels.unflatten(1, (tp, n_chunks, -1))  # (B, tp, n, T/tp/n)
+        pieces = local_tensor(hidden).chunk(loss_chunks, dim=1)  # (B, T/tp/n, D) each
+        labels = labels.unflatten(1, (tp, loss_chunks, -1))  # (B, T) -> (B, tp, n, T/tp/n)
         losses = [
             checkpoint(
-                chunk_loss, piece, labels[:, :, i].flatten(1), n_valid_tokens, use_reentrant=False
+                piece_loss, piece, labels[:, :, i].flatten(1), n_valid_tokens, use_reentrant=False
             )
             for i, piece in enumerate(pieces)
         ]
         return torch.stack(losses).sum()
 
     return chunked_loss
-
-
-# ---- 10. Accounts ------------------------------------------------------------------------------
-
-KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
-COLLECTIVES = {  # of torch.distributed and, as DTensor calls them, functional
-    "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
-    "allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
-    "send": "send", "recv_": "recv",
-}  # fmt: skip
-PLAIN = {torch.Tensor, nn.Parameter, FakeTensor}
-
-
-def tensors_in(tree):
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def plain_tensors(tensor):
-    """The tensors in memory that a DTensor, float8 or other tensor subclass is made of here."""
-    if isinstance(tensor, DTensor):
-        return plain_tensors(tensor.to_local())
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [plain for part in inner for plain in plain_tensors(part)]
-
-
-def named_units(part):
-    """(name, module) of what a stage holds: tok_embeddings, blocks, norm, output, in this order."""
-    blocks = [(f"layers.{number}", block) for number, block in part.layers.items()]
-    units = [("tok_embeddings", part.tok_embeddings), *blocks]
-    units += [("norm", part.norm), ("output", part.output)]
-    return [(name, module) for name, module in units if module is not None]
-
-
-def count_bytes(tensors):
-    """Bytes of memory that the tensors take on this rank."""
-    return sum(plain.nbytes for tensor in tensors for plain in plain_tensors(tensor))
-
-
-def count_flops(op, args, kwargs, result):
-    """FLOPs of a matmul or of attention, else 0.
-
-    As in model.py:flops_per_token, attention counts all keys that the kernel is given (under cp a
-    chunk is given its prefix only, (2 cp + 1) / 4 cp of them on average), and its backward counts
-    as two forwards, although kernels compute the scores once more.
-    """
-    packet, aten = op.overloadpacket, torch.ops.aten
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return 2 * sdpa_flop_count(*(tensor.shape for tensor in args[1:4]))
-    formula = flop_registry.get(packet)
-    return formula(*args, **kwargs, out_val=result) if formula else 0
-
-
-class Account(TorchDispatchMode):
-    """What this rank holds, computes and sends in one training step, counted op by op.
-
-    A context for that step. It sees what comes out of autograd and DTensor, on real tensors and on
-    fake ones alike:
-
-        events        (storage number, bytes more or less, moment) of allocations and releases
-        kinds         one of KINDS for each storage number
-        flops         {module: {forward, recomputed or backward: FLOPs}}
-        state_bytes   {parameters, gradients, optimizer: bytes}, what lives from step to step
-        collectives   {axis: {kind: {calls, bytes, sent_bytes}}}: of the buffers, the larger of
-                      input and output, and what a rank of a ring sends of them
-
-    A moment is (phase, module, op). Of the kinds, "gathered" are FSDP's buffers: whole weights, and
-    gradients on their way to be scattered; "activations" all that a forward pass makes, again or
-    for the first time, such as the loss's float32 logits; "gradients" what outlives the backward
-    pass that made it, including what goes to another stage, or from the first half of a split
-    backward to the second; "temporary" what a backward pass makes and does not keep.
-
-    Args:    this rank's parts; the optimizer, its states made; the mesh, for the axes' names.
-    Note:    what a kernel allocates inside, an allocator's slack and NCCL's buffers are not seen.
-    """
-
-    def __init__(self, parts, optimizer, mesh):
-        super().__init__()
-        # where several axes span all ranks, and so share a group, the later name counts
-        axes = ("data", "cp", "tp", "dp_replicate", "fsdp", "pp")
-        self.axes = {mesh[axis].get_group().group_name: axis for axis in axes}
-        self.events, self.kinds, self.sizes = [], [], []
-        self.numbers = WeakIdKeyDictionary()  # storage -> its number
-        self.young = []  # storages made in a backward pass that is still going on
-        self.flops, self.collectives, self.state_bytes = {}, {}, {}
-        self.place, self.depth, self.phase, self.is_open = "before", 0, "forward", True
-        parameters = [parameter for part in parts for parameter in part.parameters()]
-        self.hold("parameters", parameters)
-        self.hold("optimizer", tensors_in([optimizer.state[p] for p in parameters]))
-
-        def begin_update(*_):
-            self.place, self.phase = "optimizer", "update"
-            self.hold("gradients", [p.grad for p in parameters if p.grad is not None])
-
-        self.hooks = [optimizer.register_step_pre_hook(begin_update)]
-        for name, module in (unit for part in parts for unit in named_units(part)):
-            self.watch(name, getattr(module, "_checkpoint_wrapped_module", module))
-
-    def watch(self, name, module):
-        """Notice when the module runs: forward, forward again (recomputed) and backward."""
-
-        def arrive(*_):
-            self.place = name
-
-        def enter(*_):
-            arrive()
-            self.depth += 1
-
-        def leave(module, inputs, output):
-            self.depth -= 1
-            if name == "output":
-                self.place = "loss"
-            if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(arrive)
-
-        self.hooks.append(module.register_forward_pre_hook(enter, prepend=True))
-        # always: a recomputation is broken off as soon as it has all it needs
-        self.hooks.append(module.register_forward_hook(leave, always_call=True))
-
-    # memory
-
-    def hold(self, kind, tensors):
-        """Count tensors that live from step to step, or say of counted ones that they are such."""
-        self.state_bytes[kind] = count_bytes(tensors)
-        for plain in (plain for tensor in tensors for plain in plain_tensors(tensor)):
-            self.kinds[self.register(plain, kind, ("before", "", ""))] = kind
-
-    def register(self, tensor, kind, moment):
-        """The number of the tensor's storage; a new one is counted, as being of this kind."""
-        storage = tensor.untyped_storage()
-        number = self.numbers.get(storage)
-        if number is None:
-            number = self.numbers[storage] = len(self.kinds)
-            self.kinds.append(kind)
-            self.sizes.append(0)
-            self.resize(number, storage.nbytes(), moment)
-            released = weakref.finalize(storage, self.resize, number, 0, None)
-            released.atexit = False
-            if moment[0] == "backward":
-                self.young.append(number)
-        return number
-
-    def resize(self, number, size, moment):
-        if self.is_open:
-            self.events.append((number, size - self.sizes[number], moment))
-            self.sizes[number] = size
-
-    def __enter__(self):
-        # torch lets this be a lock: it is held while DTensor works out shapes, by operations on
-        # tensors of global size which take no memory
-        ShardingPropagator._fake_mode_lock = self.shapes_lock = threading.Lock()
-        torch_resize = self.torch_resize = torch.UntypedStorage.resize_
-
-        def resize_(storage, size):  # FSDP frees and fills its buffers by this: it is no op
-            if storage in self.numbers:
-                self.resize(self.numbers[storage], size, ("gather", self.place, "resize_"))
-            return torch_resize(storage, size)
-
-        torch.UntypedStorage.resize_ = resize_
-        return super().__enter__()
-
-    def __exit__(self, *exception):
-        torch.UntypedStorage.resize_ = self.torch_resize
-        ShardingPropagator._fake_mode_lock = nullcontext()  # torch's own
-        self.is_open = False
-        for hook in self.hooks:
-            hook.remove()
-        return super().__exit__(*exception)
-
-    # operations
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if not PLAIN.issuperset(types):
-            return NotImplemented  # let a DTensor unwrap itself: what it does inside comes here
-        kwargs = kwargs or {}
-        result = op(*args, **kwargs)
-        if self.shapes_lock.locked():
-            return result
-        phase = self.phase
-        if torch._C._current_graph_task_id() != -1:
-            phase = "recomputed" if self.depth else "backward"
-        elif self.young:  # what outlives the backward pass that made it is a gradient
-            for number in self.young:
-                if self.sizes[number]:
-                    self.kinds[number] = "gradients"
-            self.young = []
-        moment = phase, self.place, op.__name__
-        kind = "activations" if phase in ("forward", "recomputed") else "temporary"
-        for tensor in tensors_in(result):
-            self.register(tensor, kind, moment)
-        if op.namespace == "fsdp":  # copies into buffers: `out`, or the second argument
-            for tensor in tensors_in(kwargs.get("out", args[1:2])):
-                self.kinds[self.register(tensor, kind, moment)] = "gathered"
-        if op.namespace in ("c10d", "_c10d_functional"):
-            self.count_collective(op, args, result)
-        if flops := count_flops(op, args, kwargs, result):
-            self.flops.setdefault(self.place, Counter())[phase] += flops
-        return result
-
-    def count_collective(self, op, args, result):
-        name = op.overloadpacket.__name__
-        if name in ("wait_tensor", "barrier"):
-            return
-        assert name in COLLECTIVES, f"{op} is a collective that nobody accounts for"
-        kind = COLLECTIVES[name]
-        named = dict(zip((a.name for a in op._schema.arguments), args, strict=False))
-        if "process_group" in named:
-            group = dist.ProcessGroup.unbox(named["process_group"])
-        else:
-            group = dist.distributed_c10d._resolve_process_group(named["group_name"])
-        size = max(tensor.nbytes for tensor in tensors_in((args, result)))
-        others = (group.size() - 1) / group.size()
-        share = {"all_reduce": 2 * others, "send": 1, "recv": 0}.get(kind, others)
-        axis = self.axes.get(group.group_name, "joined axes")  # the loss and the norm cross them
-        row = self.collectives.setdefault(axis, {}).setdefault(kind, Counter())
-        row.update(calls=1, bytes=size, sent_bytes=round(size * share))
-
-    # results
-
-    def held(self):
-        """Bytes by kind after each event: int64 (events, len(KINDS))."""
-        changes = torch.zeros(len(self.events), len(KINDS), dtype=torch.int64)
-        columns = [KINDS.index(self.kinds[number]) for number, _, _ in self.events]
-        changes[range(len(columns)), columns] = torch.tensor([more for _, more, _ in self.events])
-        return changes.cumsum(0)
-
-    def peak(self):
-        """(moment, {kind: bytes}) when this rank held most."""
-        held = self.held()
-        at = int(held.sum(1).argmax())
-        return self.events[at][2], dict(zip(KINDS, held[at].tolist(), strict=True))

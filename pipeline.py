@@ -77,7 +77,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.tensor import DTensor
 
-# What we borrow: torch keeps these names private, and has no public one for the same.
+# What we borrow: names that torch or torchao keep private, and why no public one will do.
 #     torch.distributed.pipelining.schedules._Action                    reads and writes "0F1"
 #     torch.distributed.pipelining.schedules._PipelineScheduleRuntime   runs a schedule of one's own
 #     torch.distributed.pipelining.schedules._PipelineScheduleRuntime._load_csv

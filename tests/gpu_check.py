@@ -44,6 +44,7 @@ import data  # noqa: E402
 import model  # noqa: E402
 import parallel  # noqa: E402
 import train  # noqa: E402
+import watch  # noqa: E402
 
 SMALL = {  # grouped queries; head_dim 128 on CUDA; multiples of 16, for float8
     "cuda": "--set dim=1024 n_layers=4 n_heads=8 n_kv_heads=2 ffn_dim=2816 vocab_size=32768 "
@@ -109,10 +110,9 @@ class Bench:
 
 def build_job(bench, flags):
     """(args, job), made as train.py's main does it."""
-    args = train.parse_args(shlex.split(f"{bench.flags} --out {bench.folder} {flags}"))
-    config = train.resolve_args(args, 1)
-    train.check_args(args, config, 1)
-    return args, train.build(args, config, bench.device)
+    argv = shlex.split(f"{bench.flags} --out {bench.folder} {flags}")
+    args, config = train.read_flags(argv, train.find_hardware(), 1)
+    return args, train.start(args, train.build(args, config, bench.device))
 
 
 def batch_at(bench, args, step):
@@ -124,6 +124,11 @@ def batch_at(bench, args, step):
 def run_step(args, job, batch):
     options = {"local_batch_size": args.local_batch_size, "max_norm": args.max_norm}
     return train.train_step(job, *batch, **options)
+
+
+def evaluate(bench, args, job):
+    sizes = {"local_batch_size": args.local_batch_size, "val_steps": 2}
+    return train.evaluate(job, bench.tokens, seq_len=args.seq_len, **sizes)
 
 
 def run_steps(bench, args, job, n_steps):
@@ -198,7 +203,7 @@ def check_recomputation(bench):
         inputs, labels = batch_at(bench, args, 1)
         run_step(args, job, (inputs, labels))  # from here on the optimizer's states are there
         before = requested_bytes()
-        loss = job.loss_fn(job.parts[0](inputs), labels, inputs.numel())
+        loss = job.loss_fn(job.stages[0](inputs), labels, inputs.numel())
         held.append(requested_bytes() - before)
         with Operators() as seen:
             loss.backward()
@@ -223,9 +228,9 @@ def check_compile(bench):
     losses, counters = [], torch._dynamo.utils.counters
     counters.clear()
     for flags in ("", "--compile"):
-        args, job = build_job(bench, f"--ac op --val-steps 2 {flags}")
+        args, job = build_job(bench, f"--ac op {flags}")
         found = run_steps(bench, args, job, 4)[0].tolist()
-        losses.append(torch.tensor([*found, train.evaluate(job, bench.tokens, args)]))
+        losses.append(torch.tensor([*found, evaluate(bench, args, job)]))
     n_graphs, error = counters["stats"]["unique_graphs"], relative_error(losses[1], losses[0])
     # a compiled block rounds to bf16 in other places; over thousands of tokens that averages out
     assert error < ULP and n_graphs == 2, f"{n_graphs} graphs, losses {losses}"
@@ -262,7 +267,7 @@ def check_no_host_sync(bench):
         torch.cuda.set_sync_debug_mode("error")
         try:
             stats = run_step(args, job, batch)
-            train.copy_to_host(stats)
+            watch.copy_to_host(stats)
             with contextlib.suppress(RuntimeError):
                 raise AssertionError(f"the mode lets .item() pass: {stats[0].item()}")
         finally:
@@ -272,7 +277,7 @@ def check_no_host_sync(bench):
 
 def whole_state(job):
     """Copies of all weights and moments by name."""
-    state = checkpoint.build_state(job.parts, job.optimizer)
+    state = checkpoint.build_state(job.stages, job.optimizer)
     return {name: parallel.whole_tensor(tensor).clone() for name, tensor in state.items()}
 
 
@@ -295,13 +300,13 @@ def measure_save(bench, mode):
         saved = whole_state(job)
         waits.clear()
         start_s = time.perf_counter()
-        checkpointer.save(step, job.parts, job.optimizer, {})
+        checkpointer.save(step, job.stages, job.optimizer, {})
         stall_s = time.perf_counter() - start_s
         run_step(args, job, batch).tolist()
         stall_s += sum(waits)
     checkpointer.close()
     _, other = build_job(bench, "--seed 1")
-    checkpoint.load_checkpoint(folder, 2, other.parts, other.optimizer, shapes=other.shapes)
+    checkpoint.load_checkpoint(folder, 2, other.stages, other.optimizer, shapes=other.shapes)
     loaded, now = whole_state(other), whole_state(job)
     wrong = [name for name in saved if not torch.equal(saved[name], loaded[name])]
     assert not wrong, f"{mode}: {len(wrong)} tensors such as {wrong[0]} are not those of the step"
@@ -326,11 +331,11 @@ def check_init(bench):
     plain.to_empty(device=bench.device)
     plain.init_rope(torch.arange(args.seq_len, device=bench.device))
     draw = {"config": job.config, "seed": args.seed, "device": bench.device}
-    sharded = dict(parallel.named_weights(job.parts[0]))
+    sharded = dict(job.weights)
     for name, weight in plain.named_parameters():
         weight.copy_(model.draw_weight(name, weight.shape, **draw))
         assert torch.equal(weight, parallel.whole_tensor(sharded.pop(name))), name
-    assert not sharded and torch.equal(plain.rope, job.parts[0].rope)
+    assert not sharded and torch.equal(plain.rope, job.stages[0].rope)
     return f"{len(job.shapes)} weights and the RoPE table"
 
 
@@ -338,8 +343,8 @@ def check_cpu_offload(bench):
     """The losses of a model that stays on the GPU."""
     args, job = build_job(bench, "--cpu-offload")
     _, resident = build_job(bench, "")
-    targets = dict(resident.parts[0].named_parameters())
-    for name, source in job.parts[0].named_parameters():  # host and GPU draw different weights
+    targets = dict(resident.stages[0].named_parameters())
+    for name, source in job.stages[0].named_parameters():  # host and GPU draw different weights
         assert source.device.type == "cpu", name
         parallel.local_tensor(targets[name].data).copy_(parallel.local_tensor(source.data))
     error = relative_error(run_steps(bench, args, job, 2), run_steps(bench, args, resident, 2))
@@ -499,7 +504,7 @@ def main():
         # easy and always the same, so that float8's deviation does not depend on the day
         text.write_text("".join(f"{k} times {k} is {k * k}. " for k in range(20_000)))
         tokens = data.open_tokens(str(text), "bytes", data_cache=folder, is_builder=True)
-        device = train.init_distributed(train.parse_args([]))
+        device = train.init_distributed(train.parse_args([]), train.find_hardware())
         bench = Bench(device, SMALL[device_type], tokens, folder)
         print(describe_machine(bench), flush=True)
         for title, check in CHECKS.items():

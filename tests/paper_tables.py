@@ -1,4 +1,4 @@
-"""Simulate the published runs and print README's tables: `python tests/paper_tables.py`.
+"""Simulate the published runs: `python tests/paper_tables.py` prints the tables of docs/figures.md.
 
 Published: TorchTitan (arXiv 2410.06511) tables 1 to 4, on H100s with 95 GiB, and the page
 benchmarks/llama3_h100_202412_torchtitan.md of its repository ("T2" below is table 2 there). Memory
@@ -16,41 +16,41 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import model  # noqa: E402
-import train  # noqa: E402
+import simulate  # noqa: E402
 
 FLOAT8 = "--float8 tensorwise --float8-all-gather"
 LONG_405B = (
-    "llama3_405b_pp8 --simulate 512 --pp-schedule 1F1B --local-batch-size 8 --microbatch-size 1"
+    "llama3_405b_pp8 --world-size 512 --pp-schedule 1F1B --local-batch-size 8 --microbatch-size 1"
 )
 # (name, recipe and flags here, tokens/s a GPU, GiB)
 PUBLISHED = [
-    ("table 1: 8B, FSDP 8", "llama3_8b --simulate 8", 6258, 81.9),
-    ("+ compile", "llama3_8b --simulate 8", 6674, 77.0),
-    ("+ float8", f"llama3_8b --simulate 8 {FLOAT8}", 9409, 76.8),
-    ("T1, the same: FSDP 8", "llama3_8b --simulate 8", 5762, 82.4),
-    ("+ compile", "llama3_8b --simulate 8", 6667, 77.0),
-    ("+ float8", f"llama3_8b --simulate 8 {FLOAT8}", 8532, 76.8),
-    ("table 2: 8B, FSDP 128", "llama3_8b --simulate 128", 5645, 67.0),
-    ("+ compile", "llama3_8b --simulate 128", 6482, 62.1),
-    ("+ float8", "llama3_8b_128 --simulate 128", 9319, 61.8),
-    ("T3, the same: FSDP 128", "llama3_8b --simulate 128", 5605, 67.0),
-    ("+ compile", "llama3_8b --simulate 128", 6514, 62.0),
-    ("+ float8", "llama3_8b_128 --simulate 128", 8380, 61.8),
-    ("table 3: 70B, FSDP 32 x TP 8", "llama3_70b --simulate 256", 897, 70.3),
-    ("+ async TP", "llama3_70b --simulate 256", 1010, 67.7),
-    ("T4, the same: 70B", "llama3_70b --simulate 256", 829, 71.9),
-    ("+ async TP", "llama3_70b --simulate 256", 876, 67.6),
+    ("table 1: 8B, FSDP 8", "llama3_8b --world-size 8", 6258, 81.9),
+    ("+ compile", "llama3_8b --world-size 8", 6674, 77.0),
+    ("+ float8", f"llama3_8b --world-size 8 {FLOAT8}", 9409, 76.8),
+    ("T1, the same: FSDP 8", "llama3_8b --world-size 8", 5762, 82.4),
+    ("+ compile", "llama3_8b --world-size 8", 6667, 77.0),
+    ("+ float8", f"llama3_8b --world-size 8 {FLOAT8}", 8532, 76.8),
+    ("table 2: 8B, FSDP 128", "llama3_8b --world-size 128", 5645, 67.0),
+    ("+ compile", "llama3_8b --world-size 128", 6482, 62.1),
+    ("+ float8", "llama3_8b_128 --world-size 128", 9319, 61.8),
+    ("T3, the same: FSDP 128", "llama3_8b --world-size 128", 5605, 67.0),
+    ("+ compile", "llama3_8b --world-size 128", 6514, 62.0),
+    ("+ float8", "llama3_8b_128 --world-size 128", 8380, 61.8),
+    ("table 3: 70B, FSDP 32 x TP 8", "llama3_70b --world-size 256", 897, 70.3),
+    ("+ async TP", "llama3_70b --world-size 256", 1010, 67.7),
+    ("T4, the same: 70B", "llama3_70b --world-size 256", 829, 71.9),
+    ("+ async TP", "llama3_70b --world-size 256", 876, 67.6),
     ("table 4: 405B, FSDP 4 x TP 8 x PP 16, 1F1B",
-     "llama3_405b --simulate 512 --pp-schedule 1F1B", 100, 78.0),
-    ("interleaved", "llama3_405b --simulate 512", 130, 80.3),
+     "llama3_405b --world-size 512 --pp-schedule 1F1B", 100, 78.0),
+    ("interleaved", "llama3_405b --world-size 512", 130, 80.3),
     ("T5: 405B, FSDP 8 x TP 8 x PP 8, 1F1B",
-     "llama3_405b_pp8 --simulate 512 --pp-schedule 1F1B", 100, 82.5),
-    ("interleaved", "llama3_405b_pp8 --simulate 512", 128, 72.7),
+     "llama3_405b_pp8 --world-size 512 --pp-schedule 1F1B", 100, 82.5),
+    ("interleaved", "llama3_405b_pp8 --world-size 512", 128, 72.7),
     ("T2: 8B on 8 GPUs, sequence 32,768",
-     "llama3_8b_long --simulate 8 --cp 1 --seq-len 32768", 3890, 83.9),
-    ("65,536, CP 2", "llama3_8b_long --simulate 8 --cp 2 --seq-len 65536", 2540, 84.2),
-    ("131,072, CP 4", "llama3_8b_long --simulate 8 --cp 4 --seq-len 131072", 1071, 84.0),
-    ("262,144, CP 8", "llama3_8b_long --simulate 8", 548, 84.5),
+     "llama3_8b_long --world-size 8 --cp 1 --seq-len 32768", 3890, 83.9),
+    ("65,536, CP 2", "llama3_8b_long --world-size 8 --cp 2 --seq-len 65536", 2540, 84.2),
+    ("131,072, CP 4", "llama3_8b_long --world-size 8 --cp 4 --seq-len 131072", 1071, 84.0),
+    ("262,144, CP 8", "llama3_8b_long --world-size 8", 548, 84.5),
     ("T6: 405B, TP 8 x PP 8, sequence 32,768, FSDP 8", f"{LONG_405B} --seq-len 32768", 76, 75.3),
     ("65,536, FSDP 4 x CP 2", f"{LONG_405B} --seq-len 65536 --dp-shard 4 --cp 2", 47, 75.9),
     ("131,072, FSDP 2 x CP 4", f"{LONG_405B} --seq-len 131072 --dp-shard 2 --cp 4", 31, 77.1),
@@ -67,12 +67,12 @@ CHOICES = [  # changes to table 1's first row
 def read(text):
     """(args, config) of a row: a recipe's name and further flags."""
     recipe, *flags = shlex.split(text)
-    return train.read_flags([f"@{ROOT}/recipes/{recipe}.args", *flags])
+    return simulate.read_command([f"@{ROOT}/recipes/{recipe}.args", *flags])[1:]
 
 
 def ranks_of(args):
     """Of the first, second and last pipeline stage: published is the highest GPU's memory."""
-    return sorted({*train.default_ranks(args), args.simulate // args.pp % args.simulate})
+    return sorted({*simulate.default_ranks(args), args.world_size // args.pp % args.world_size})
 
 
 def largest_rows(texts):
@@ -84,7 +84,7 @@ def largest_rows(texts):
         for rank in ranks_of(args)
     ]
     rows = {}
-    for (text, *_), row in zip(jobs, train.trace_ranks([job[1:] for job in jobs]), strict=True):
+    for (text, *_), row in zip(jobs, simulate.trace_ranks([job[1:] for job in jobs]), strict=True):
         if text not in rows or row["peak_bytes"] > rows[text]["peak_bytes"]:
             rows[text] = row
     return rows
@@ -110,17 +110,17 @@ def print_schedules(rows):
     for recipe, published in (("llama3_405b", "130 / 100"), ("llama3_405b_pp8", "128 / 100")):
         busy = []
         for schedule in (" --pp-schedule 1F1B", ""):
-            text = f"{recipe} --simulate 512{schedule}"
+            text = f"{recipe} --world-size 512{schedule}"
             args, config = read(text)
             with tempfile.TemporaryDirectory() as args.out:
-                bubbles = train.simulate_schedule(args, config, [rows[text]])
+                bubbles = simulate.time_schedule(args, config, [rows[text]])
             busy.append([1 - bubbles["bubble_if_stages_were_equal"], 1 - bubbles["bubble"]])
         equal, by_flops = (new / old for old, new in zip(*busy, strict=True))
         print(f"| {args.pp} stages | {equal:.3f} | {by_flops:.3f} | {published} |")
 
 
 def print_choices():
-    texts = [f"llama3_8b --simulate 8 {flags}" for flags in CHOICES]
+    texts = [f"llama3_8b --world-size 8 {flags}" for flags in CHOICES]
     rows = largest_rows(texts)
     print("| flags | peak GiB | activations | recomputed FLOPs | all-gathered GiB |")
     print("| --- | --- | --- | --- | --- |")

@@ -3,9 +3,10 @@
     python tests/parity.py --world 8              every case on up to 8 forked gloo ranks
     python tests/parity.py --world 4 --dtype fp32 --steps 5
 
-A case is a list of train.py's own flags. It goes through the program's own `build` and `train_step`
-on the same global batches, with labels ignored (-100) unevenly over sequences, clipping active and
-SGD, which unlike Adam does not hide a gradient of the wrong scale. Against one process:
+A case is a list of train.py's own flags. It goes through the program's own `build`, `start`,
+`gradients` and `update` on the same global batches, with labels ignored (-100) unevenly over
+sequences, clipping active and SGD, which unlike Adam does not hide a gradient of the wrong scale.
+Against one process:
 
     weights 0   initial weights, must be equal bit for bit
     loss, norm  worst relative error over the steps (norm: before clipping)
@@ -29,11 +30,10 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # when run as a script, from anywhere
 
-from ranks import run_ranks  # noqa: E402
+from ranks import make_job, run_ranks  # noqa: E402
 
 import parallel  # noqa: E402
 import pipeline  # noqa: E402
@@ -96,12 +96,11 @@ def make_batches(steps, *, n_sequences, seq_len, vocab_size):
     return batches
 
 
-def gather_parts(job, value_of):
+def gather_weights(job, value_of):
     """{name: whole tensor} of this rank's stages; a copy, since clipping changes gradients."""
     return {
         name: parallel.whole_tensor(value_of(parameter)).detach().clone()
-        for part in job.parts
-        for name, parameter in parallel.named_weights(part)
+        for name, parameter in job.weights
     }
 
 
@@ -109,40 +108,25 @@ def run_case(flags, dtype, steps):
     """Train on this rank as train.py would; return what `compare` looks at (all ranks call it)."""
     wide = "fp32" if dtype == "bf16" else dtype
     torch.set_default_dtype(train.DTYPES[wide])  # of master weights and the loss's sums as well
-    argv = f"{BASE} --param-dtype {dtype} --reduce-dtype {wide} {flags}".split()
-    args = train.parse_args(argv)
-    config = train.resolve_args(args, dist.get_world_size())
-    train.check_args(args, config, dist.get_world_size())
     compile_blocks = partial(parallel.apply_compile, backend="aot_eager")
     with mock.patch.object(parallel, "apply_compile", compile_blocks):
-        job = train.build(args, config, torch.device("cpu"))
-    result = {"weights 0": gather_parts(job, lambda p: p), "loss": [], "norm": [], "grads": []}
-
-    def clip_and_record(parameters, max_norm, mesh):
-        result["grads"].append(gather_parts(job, lambda p: p.grad))
-        return original(parameters, max_norm, mesh)
-
-    original, parallel.clip_grad_norm = parallel.clip_grad_norm, clip_and_record
-    try:
-        per_rank = args.global_batch_size // job.mesh["data"].size()
-        first = job.mesh["data"].get_local_rank() * per_rank
-        for inputs, labels in make_batches(
-            steps, n_sequences=8, seq_len=args.seq_len, vocab_size=config.vocab_size
-        ):
-            mine = slice(first, first + per_rank)
-            stats = train.train_step(
-                job,
-                inputs[mine],
-                labels[mine],
-                local_batch_size=args.local_batch_size,
-                max_norm=args.max_norm,
-            )
-            result["loss"].append(stats[0].item())
-            result["norm"].append(stats[1].item())
-    finally:
-        parallel.clip_grad_norm = original
-        torch.set_default_dtype(torch.float32)
-    return result | {"weights": gather_parts(job, lambda p: p)}
+        args, job = make_job(f"{BASE} --param-dtype {dtype} --reduce-dtype {wide} {flags}")
+    result = {"weights 0": gather_weights(job, lambda p: p), "loss": [], "norm": [], "grads": []}
+    per_rank = args.global_batch_size // job.mesh["data"].size()
+    first = job.mesh["data"].get_local_rank() * per_rank
+    mine, vocab_size = slice(first, first + per_rank), job.config.vocab_size
+    for inputs, labels in make_batches(
+        steps, n_sequences=8, seq_len=args.seq_len, vocab_size=vocab_size
+    ):
+        local_loss, _ = train.gradients(
+            job, inputs[mine], labels[mine], local_batch_size=args.local_batch_size
+        )
+        loss, _ = train.sum_over_ranks(job, local_loss, torch.zeros_like(local_loss))
+        result["loss"].append(loss.item())
+        result["grads"].append(gather_weights(job, lambda p: p.grad))
+        result["norm"].append(train.update(job, max_norm=args.max_norm).item())
+    torch.set_default_dtype(torch.float32)
+    return result | {"weights": gather_weights(job, lambda p: p)}
 
 
 def run_cases(cases, dtype, steps):

@@ -8,8 +8,12 @@ failure first, and a hang is killed after `timeout_s`.
 
 `run_program(2, "--steps 5 ...")` runs train.py's main that way, as `torchrun` would: it joins the
 ranks itself. It returns the exit status of the ranks and what they printed.
+
+`train_on` is `run_program` for a tiny model that must succeed, `metrics_of` what it logged, and
+`make_job("--tp 2 ...")`, inside a rank, the job that train.py's main would train.
 """
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -53,6 +57,37 @@ def run_ranks(world_size, function, *args, timeout_s=180):
         return [
             pickle.loads((Path(folder) / f"result-{r}").read_bytes()) for r in range(world_size)
         ]
+
+
+TINY = (
+    "--set dim=32 n_layers=2 n_heads=4 n_kv_heads=2 ffn_dim=48 vocab_size=300 --seq-len 32 "
+    "--local-batch-size 2 --log-every 1 --data text"
+)
+
+
+def train_on(world_size, flags, folder, before=None):
+    """Run the program on a tiny model and return rank 0's output; it must succeed."""
+    codes, outputs = run_program(world_size, f"{TINY} {flags}", cwd=folder, before=before)
+    assert codes == [0] * world_size, "\n".join(outputs)
+    assert not any(outputs[1:]), "only rank 0 prints"
+    return outputs[0]
+
+
+def metrics_of(folder, out):
+    return [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(folder, out):
+    return [row["loss"] for row in metrics_of(folder, out)]
+
+
+def make_job(flags):
+    """(args, job) of train.py's flags on the ranks of this process group."""
+    import train
+
+    world_size, hardware = dist.get_world_size(), train.Hardware("cpu", None, 0, None)
+    args, config = train.read_flags(shlex.split(flags), hardware, world_size)
+    return args, train.start(args, train.build(args, config, torch.device("cpu")))
 
 
 def run_program(world_size, flags, *, cwd, before=None, timeout_s=180, grace_s=1):

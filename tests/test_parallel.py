@@ -11,7 +11,7 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import make_job, run_ranks
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -126,7 +126,7 @@ def run_in_bf16():
     """One AdamW step of one process; the dtypes of everything on the way."""
     args, job, inputs, labels = build_job("--param-dtype bf16 --optimizer adamw")
     seen = {}
-    block = job.parts[0].layers["3"]
+    block = job.stages[0].layers["3"]
     block.attention.wq.register_forward_hook(
         lambda wq, x, y: seen.update(weight=wq.weight.dtype, input=x[0].dtype, output=y.dtype)
     )
@@ -177,11 +177,8 @@ class Collectives(TorchDispatchMode):
 
 def build_job(flags):
     """The program's own job on this rank, and one batch of its data rank."""
-    args = train.parse_args(f"{parity.BASE} {flags}".split())
-    config = train.resolve_args(args, dist.get_world_size())
-    train.check_args(args, config, dist.get_world_size())
-    job = train.build(args, config, torch.device("cpu"))
-    batch = parity.make_batches(1, n_sequences=8, seq_len=T, vocab_size=config.vocab_size)[0]
+    args, job = make_job(f"{parity.BASE} {flags}")
+    batch = parity.make_batches(1, n_sequences=8, seq_len=T, vocab_size=job.config.vocab_size)[0]
     n, rank = job.mesh["data"].size(), job.mesh["data"].get_local_rank()
     inputs, labels = (whole.chunk(n)[rank][:, job.positions] for whole in batch)
     return args, job, inputs, labels
@@ -202,28 +199,28 @@ def live_tensors():
     return [t for t in found if t.device.type == "cpu"]
 
 
-def is_freed(part):
+def is_freed(stage):
     """Which FSDP units hold only their shard at the end of the forward pass."""
-    names = {"tok_embeddings": part.tok_embeddings, "norm": part.norm, "output": part.output}
+    names = {"tok_embeddings": stage.tok_embeddings, "norm": stage.norm, "output": stage.output}
     weights = {name: module.weight for name, module in names.items() if module is not None}
-    weights |= {number: block.attention.wq.weight for number, block in part.layers.items()}
+    weights |= {number: block.attention.wq.weight for number, block in stage.layers.items()}
     return {name: isinstance(weight, DTensor) for name, weight in weights.items()}
 
 
 def measure(flags):
     """One forward, loss, backward and clipping on this rank: shapes, collectives, what is freed."""
     args, job, inputs, labels = build_job(flags)
-    part = job.parts[0]
-    found = {"activations": {}, "freed": None, "rope": part.rope}
-    for name, module in (("tok_embeddings", part.tok_embeddings), *part.layers.items()):
+    stage = job.stages[0]
+    found = {"activations": {}, "freed": None, "rope": stage.rope}
+    for name, module in (("tok_embeddings", stage.tok_embeddings), *stage.layers.items()):
         if module is not None:
             module.register_forward_hook(
                 lambda m, x, y, name=name: found["activations"].update({name: tuple(y.shape)})
             )
-    part.register_forward_hook(lambda part, x, y: found.update(freed=is_freed(part), logits=y))
+    stage.register_forward_hook(lambda stage, x, y: found.update(freed=is_freed(stage), logits=y))
     found["shapes"] = {
         name: tuple(parallel.local_tensor(parameter).shape)
-        for name, parameter in parallel.named_weights(part)
+        for name, parameter in parallel.named_weights(stage)
     }
     with Collectives() as sent, loss_parallel() if job.loss_parallel else nullcontext():
         if job.schedule:
@@ -232,13 +229,13 @@ def measure(flags):
             train.forward_backward(job, inputs, labels, divisor_of(labels))
             found["step"] = sent.taken()
         else:
-            output = part(inputs)
+            output = stage(inputs)
             found["forward"] = sent.taken()
             loss = job.loss_fn(output, labels, divisor_of(labels))
             found["loss"] = sent.taken()
             loss.backward()
             found["backward"] = sent.taken()
-        parallel.clip_grad_norm(list(part.parameters()), 1.0, job.mesh)
+        parallel.clip_grad_norm(list(stage.parameters()), 1.0, job.mesh)
         found["clip"] = sent.taken()
     logits = found.pop("logits")
     is_split = isinstance(logits, DTensor)
@@ -603,13 +600,12 @@ def count_graphs(cases):
         torch._dynamo.reset()
         counters.clear()
         args, job, inputs, labels = build_job(f"--compile {flags}")
-        batch = {"local_batch_size": args.local_batch_size, "max_norm": 1.0}
-        graphs = []
+        sizes, graphs = {"local_batch_size": args.local_batch_size}, []
         for evaluates in (False, False, True, True, False):
             if evaluates:
-                train.evaluate(job, tokens, args)
+                train.evaluate(job, tokens, seq_len=T, val_steps=8, **sizes)
             else:
-                train.train_step(job, inputs, labels, **batch)
+                train.train_step(job, inputs, labels, max_norm=1.0, **sizes)
             graphs.append(counters["stats"]["unique_graphs"])
         found.append(graphs)
     return found
@@ -631,7 +627,7 @@ def run_inductor():
     for flags in ("", "--compile"):
         _, job, inputs, labels = build_job(f"{flags} --set n_layers=2 --local-batch-size 8")
         loss = train.forward_backward(job, inputs, labels, divisor_of(labels))
-        results.append((loss, parity.gather_parts(job, lambda p: p.grad)))
+        results.append((loss, parity.gather_weights(job, lambda p: p.grad)))
     (loss, grads), (compiled_loss, compiled_grads) = results
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     return abs(compiled_loss / loss - 1).item(), parity.relative_error(compiled_grads, grads)
@@ -665,10 +661,11 @@ def compile_async_tp():
 
     post_grad.micro_pipeline_tp_pass = spy
     flags = f"{parity.BASE} --tp 4 --compile --async-tp --set n_layers=1"
-    args = train.parse_args(flags.split())  # unchecked: check_args asks for CUDA
-    job = train.build(args, train.resolve_args(args, 4), torch.device("cpu"))
+    h100 = train.Hardware("cuda", (9, 0), 8, None)  # check_args asks for it
+    args, config = train.read_flags(flags.split(), h100, 4)
+    job = train.start(args, train.build(args, config, torch.device("cpu")))
     try:
-        job.parts[0](torch.zeros(2, T, dtype=torch.int64))
+        job.stages[0](torch.zeros(2, T, dtype=torch.int64))
     except NotImplementedError:
         pass  # the fused operators have no CPU kernel
     return seen
@@ -783,7 +780,7 @@ def weigh_all(cases):
         _, job, inputs, labels = build_job(f"--optimizer adamw {ODD} ffn_dim={ffn_dim} {flags}")
         train.forward_backward(job, inputs, labels, divisor_of(labels))
         job.optimizer.step()
-        parameters = [p for part in job.parts for p in part.parameters()]
+        parameters = job.parameters
         moments = [s[k] for s in job.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
         kinds = [parameters, [p.grad for p in parameters], moments]
         weights = [held_bytes(map(parallel.local_tensor, tensors)) for tensors in kinds]
@@ -822,7 +819,7 @@ def test_after_materialise_the_rope_table_is_that_of_the_ranks_positions():
 
 def layers_differ():
     _, job, _, _ = build_job("--local-batch-size 8")
-    pair = [job.parts[0].layers[number].feed_forward.w1.weight for number in "01"]
+    pair = [job.stages[0].layers[number].feed_forward.w1.weight for number in "01"]
     pair = torch.stack([parallel.whole_tensor(weight).flatten() for weight in pair])
     return torch.corrcoef(pair)[0, 1].item()
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import model as model_file
 import parallel
 import pipeline
-import train
+import simulate
 
 SINGLE = ["GPipe", "1F1B"]
 LOOPED = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
@@ -374,7 +374,7 @@ def run_one(schedule, pp_mesh, fake_tensor_mode):
         pp_mesh=pp_mesh,
         microbatch=example(1, dtype=torch.float32),
     )
-    train.skip_warmup(made)
+    simulate.skip_warmup(made)
     calls = record(made)
     with fake_tensor_mode(allow_non_fake_inputs=True):
         for stage in stages:

@@ -1,4 +1,4 @@
-"""train.py §6 and parallel.py §10: what a simulation counts is what gloo ranks hold and send."""
+"""simulate.py: what it counts is what gloo ranks hold and send; closed forms; what fits."""
 
 import dataclasses
 import json
@@ -15,19 +15,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import make_job, run_ranks
 
 import model
 import parallel
 import pipeline
+import simulate
 import train
+import watch
 
 ROOT = Path(train.__file__).parent
 
 
-def simulate(tmp_path, flags):
-    """OUT/simulation.json of `train.py flags`."""
-    train.main([*flags.split(), "--out", str(tmp_path)])
+def run(tmp_path, flags):
+    """OUT/simulation.json of `simulate.py flags`."""
+    simulate.main([*flags.split(), "--out", str(tmp_path)])
     return json.loads((tmp_path / "simulation.json").read_text())
 
 
@@ -56,10 +58,8 @@ def allocator_peak_bytes(function):
 
 
 def real_step(flags):
-    """Sizes and collectives of this rank's third step, counted without parallel.Account."""
-    args = train.parse_args(flags.split())
-    config = train.resolve_args(args, dist.get_world_size())
-    job = train.build(args, config, torch.device("cpu"))
+    """Sizes and collectives of this rank's third step, counted without simulate.Account."""
+    args, job = make_job(flags)
     rows = args.global_batch_size // job.mesh["data"].size()
     tokens = torch.randint(0, 200, (rows, args.seq_len), generator=torch.Generator().manual_seed(0))
 
@@ -70,7 +70,7 @@ def real_step(flags):
 
     step(), step()
     gradients, sent = [], Counter()
-    parameters = [p for part in job.parts for p in part.parameters()]
+    parameters = job.parameters
     job.optimizer.register_step_pre_hook(
         lambda *_: gradients.append(sum(p.grad.to_local().nbytes for p in parameters))
     )
@@ -144,7 +144,7 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(name, tmp_path, m
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
     real = run_ranks(world_size, real_step, flags)
     ranks = " ".join(map(str, range(world_size)))
-    simulated = simulate(tmp_path, f"{flags} --simulate {world_size} --simulate-rank {ranks}")
+    simulated = run(tmp_path, f"{flags} --world-size {world_size} --ranks {ranks}")
     for rank, (mine, theirs) in enumerate(zip(simulated["ranks"], real, strict=True)):
         assert mine["rank"] == rank
         assert mine["state_bytes"] == theirs["state_bytes"]
@@ -157,7 +157,7 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(name, tmp_path, m
 
 # ---- against closed forms ----------------------------------------------------------------------
 
-SMALL = "--simulate 1 --seq-len 64 --local-batch-size 2"
+SMALL = "--world-size 1 --seq-len 64 --local-batch-size 2"
 
 
 def n_norms(config):
@@ -167,7 +167,7 @@ def n_norms(config):
 def test_flops_are_those_of_the_formula(tmp_path):
     """All but the norms' parameters, which `flops_per_token` counts as if they multiplied."""
     config = model.MODELS["debug"]
-    (rank,) = simulate(tmp_path, SMALL)["ranks"]
+    (rank,) = run(tmp_path, SMALL)["ranks"]
     expected = 2 * 64 * (model.flops_per_token(config, 64) - 6 * n_norms(config))
     assert rank["flops"]["forward"] * 3 == expected
     assert rank["flops"]["backward"] == 2 * rank["flops"]["forward"]
@@ -176,7 +176,7 @@ def test_flops_are_those_of_the_formula(tmp_path):
 
 @pytest.mark.parametrize("ac, again", [("full", "wq wk wv wo w1 w3 core"), ("op", "wk wo w3")])
 def test_recomputed_flops_are_those_of_the_matmuls_not_saved(ac, again, tmp_path):
-    (rank,) = simulate(tmp_path, f"{SMALL} --ac {ac}")["ranks"]
+    (rank,) = run(tmp_path, f"{SMALL} --ac {ac}")["ranks"]
     c = model.MODELS["debug"]
     kv = c.n_kv_heads * c.head_dim
     per_token = {"wq": c.dim * c.dim, "wk": c.dim * kv, "wv": c.dim * kv, "wo": c.dim * c.dim}
@@ -189,22 +189,22 @@ def test_recomputed_flops_are_those_of_the_matmuls_not_saved(ac, again, tmp_path
 def test_context_parallel_ranks_multiply_prefixes_only(tmp_path):
     """2 cp chunks, the i-th of which sees i: (2 cp + 1) / 4 cp of all pairs, alike on all ranks."""
     c, cp = model.MODELS["debug"], 4
-    flags = f"--simulate {cp} --cp {cp} --seq-len 64 --local-batch-size 2"
-    for rank in simulate(tmp_path, f"{flags} --simulate-rank 0 1 2 3")["ranks"]:
+    flags = f"--world-size {cp} --cp {cp} --seq-len 64 --local-batch-size 2"
+    for rank in run(tmp_path, f"{flags} --ranks 0 1 2 3")["ranks"]:
         linear = 2 * 64 * 6 * (model.count_parameters(c) - c.vocab_size * c.dim - n_norms(c))
         attention = 2 * 64 * 6 * c.n_layers * 2 * c.dim * 64 * (2 * cp + 1) / (4 * cp)
         assert rank["flops"]["forward"] * 3 == (linear + attention) / cp
 
 
 def test_tensor_parallel_ranks_share_the_flops(tmp_path):
-    (alone,) = simulate(tmp_path / "1", SMALL)["ranks"]
-    (shared,) = simulate(tmp_path / "2", SMALL.replace("simulate 1", "simulate 4 --tp 4"))["ranks"]
+    (alone,) = run(tmp_path / "1", SMALL)["ranks"]
+    (shared,) = run(tmp_path / "2", SMALL.replace("world-size 1", "world-size 4 --tp 4"))["ranks"]
     assert shared["flops"] == {phase: n // 4 for phase, n in alone["flops"].items()}
 
 
 def test_the_8b_row_of_the_paper(tmp_path):
     """16 N / 8 bytes of state; blocks gathered twice and their gradients scattered once."""
-    found = simulate(tmp_path, f"@{ROOT}/recipes/llama3_8b.args --simulate 8")
+    found = run(tmp_path, f"@{ROOT}/recipes/llama3_8b.args --world-size 8")
     (rank,) = found["ranks"]
     N, c = 8_030_261_248, model.MODELS["8b"]
     assert rank["parameters"] == N / 8
@@ -226,8 +226,8 @@ def test_the_8b_row_of_the_paper(tmp_path):
 
 def test_a_ring_sends_what_the_arithmetic_says(tmp_path):
     """Of tp 4: (n-1)/n of a buffer, twice that for an all-reduce; a pipeline sends all of it."""
-    flags = "--simulate 8 --tp 4 --pp 2 --simulate-rank 0"
-    (rank,) = simulate(tmp_path, flags)["ranks"]
+    flags = "--world-size 8 --tp 4 --pp 2 --ranks 0"
+    (rank,) = run(tmp_path, flags)["ranks"]
     tp, pp = rank["collectives"]["tp"], rank["collectives"]["pp"]
     assert tp["all_gather"]["sent_bytes"] * 4 == tp["all_gather"]["bytes"] * 3
     # in each of 4 microbatches: 2 in each of 3 blocks, as many in their backward, and 1 for the
@@ -240,9 +240,9 @@ def test_a_ring_sends_what_the_arithmetic_says(tmp_path):
 
 
 def test_float8_all_gather_sends_half(tmp_path):
-    flags = "--simulate 8 --set dim=512 --float8 tensorwise"
+    flags = "--world-size 8 --set dim=512 --float8 tensorwise"
     plain, small = (
-        simulate(tmp_path / more, f"{flags} {more}")["ranks"][0]["collectives"]["fsdp"]
+        run(tmp_path / more, f"{flags} {more}")["ranks"][0]["collectives"]["fsdp"]
         for more in ("", "--float8-all-gather")
     )
     c = dataclasses.replace(model.MODELS["debug"], dim=512)
@@ -251,19 +251,18 @@ def test_float8_all_gather_sends_half(tmp_path):
 
 
 def steps_with_and_without_an_account():
-    args, config = train.read_flags("--local-batch-size 1 --set n_layers=1".split())
-    job = train.build(args, config, torch.device("cpu"))
+    args, job = make_job("--local-batch-size 1 --set n_layers=1")
     tokens = torch.zeros(1, args.seq_len, dtype=torch.int64)
 
     def step():
         train.train_step(job, tokens, tokens, local_batch_size=1, max_norm=1.0)
 
     def hooks():
-        return sum(len(module._forward_hooks) for module in job.parts[0].modules())
+        return sum(len(module._forward_hooks) for module in job.stages[0].modules())
 
     step()  # makes the optimizer's states, and FSDP's hooks
     before = hooks()
-    with parallel.Account(job.parts, job.optimizer, job.mesh) as account:
+    with simulate.Account(job) as account:
         step()
     counted, flops = len(account.events), str(account.flops)
     step()
@@ -280,8 +279,8 @@ def test_a_long_context_takes_no_mask(tmp_path):
     mask = parallel.lower_right(2**15, 2**18)
     assert mask.untyped_storage().nbytes() < 100
     assert (mask.seq_len_q, mask.seq_len_kv) == (2**15, 2**18)
-    flags = "--simulate 8 --cp 8 --seq-len 65536 --local-batch-size 1 --ac full --loss-chunks 8"
-    (rank,) = simulate(tmp_path, flags + " --set n_layers=1 dim=64 n_heads=2 n_kv_heads=2")["ranks"]
+    flags = "--world-size 8 --cp 8 --seq-len 65536 --local-batch-size 1 --ac full --loss-chunks 8"
+    (rank,) = run(tmp_path, flags + " --set n_layers=1 dim=64 n_heads=2 n_kv_heads=2")["ranks"]
     assert rank["peak_bytes"] < 2**28
 
 
@@ -300,14 +299,14 @@ def test_interleaving_the_405b_gains_what_the_formula_says():
 def test_stage_durations_follow_the_flops():
     """Two stages, 2 blocks and 1 block with a head of 3 blocks; half of a block is recomputed."""
     stages = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", "output"]]
-    first, last = pipeline.stage_durations(stages, head=3.0, block_again=0.5, head_again=1.0)
+    first, last = simulate.stage_durations(stages, head=3.0, block_again=0.5, head_again=1.0)
     mean = (2 + 4) / 2
     for found, *expected in ((first, 2, 5, 2.5, 2.5), (last, 4, 11.5, 5.75, 5.75)):
         assert [found[kind] * mean for kind in "FBIW"] == pytest.approx(expected)
 
 
 def test_a_pipeline_shows_its_heavy_last_stage(tmp_path):
-    found = simulate(tmp_path, "--simulate 2 --pp 2 --set vocab_size=32768")
+    found = run(tmp_path, "--world-size 2 --pp 2 --set vocab_size=32768")
     schedule = found["schedule"]
     assert schedule["bubble"] > schedule["bubble_if_stages_were_equal"] == pytest.approx(1 / 5)
     assert schedule["work"][1] > 1.5 > schedule["work"][0]
@@ -318,20 +317,20 @@ def test_a_pipeline_shows_its_heavy_last_stage(tmp_path):
 
 def test_the_time_line_does_not_depend_on_which_ranks_are_traced(tmp_path):
     """With or without the head: blocks are computed again, and in the last stage the head too."""
-    flags = "--simulate 2 --pp 2 --pp-schedule Interleaved1F1B --ac full --loss-chunks 4"
-    a, b = (simulate(tmp_path, f"{flags} --simulate-rank {r}")["schedule"] for r in ("0", "1"))
+    flags = "--world-size 2 --pp 2 --pp-schedule Interleaved1F1B --ac full --loss-chunks 4"
+    a, b = (run(tmp_path, f"{flags} --ranks {r}")["schedule"] for r in ("0", "1"))
     assert a == b
 
 
 def test_a_v_schedule_with_the_head_on_the_first_rank(tmp_path):
-    flags = "--simulate 4 --pp 4 --pp-schedule DualPipeV --local-batch-size 8 --ac full"
-    found = simulate(tmp_path, flags)
+    flags = "--world-size 4 --pp 4 --pp-schedule DualPipeV --local-batch-size 8 --ac full"
+    found = run(tmp_path, flags)
     assert found["ranks"][0]["stages"] == ["tok_embeddings", "norm..output"]
     assert found["schedule"]["work"][0] < 1 < found["schedule"]["work"][1]
 
 
 def test_a_stage_without_a_block_is_no_trouble(tmp_path):
-    found = simulate(tmp_path, "--simulate 2 --pp 2 --pp-split layers.0 --set n_layers=1")
+    found = run(tmp_path, "--world-size 2 --pp 2 --pp-split layers.0 --set n_layers=1")
     assert found["ranks"][0]["stages"] == ["tok_embeddings"]
     assert found["schedule"]["work"] == [0, 2]
 
@@ -340,7 +339,7 @@ def test_a_stage_without_a_block_is_no_trouble(tmp_path):
 
 
 def test_the_ranks_of_both_ends_are_the_default(tmp_path):
-    found = simulate(tmp_path, "--simulate 16 --pp 4 --tp 2 --local-batch-size 4")
+    found = run(tmp_path, "--world-size 16 --pp 4 --tp 2 --local-batch-size 4")
     assert [rank["rank"] for rank in found["ranks"]] == [0, 12]
     assert [rank["coordinates"]["pp"] for rank in found["ranks"]] == [0, 3]
     assert found["ranks"][0]["stages"][0].startswith("tok_embeddings..")
@@ -352,41 +351,47 @@ def test_the_ranks_of_both_ends_are_the_default(tmp_path):
 def test_it_needs_no_data_tokenizer_or_hardware(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = "--tokenizer nowhere --data nowhere --memory-snapshot --compile --async-tp --tp 2"
-    assert len(simulate(tmp_path / "out", f"--simulate 2 {flags}")["ranks"]) == 1
+    assert len(run(tmp_path / "out", f"--world-size 2 {flags}")["ranks"]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--simulate 0", "--simulate 0 must be at least 1"),
-        ("--simulate 8 --simulate-rank 8", "--simulate-rank 8 is none of --simulate 8"),
-        ("--simulate-rank 1", "--simulate-rank [1] is about a simulation"),
-        ("--gpu-memory-gib 80", "--gpu-memory-gib 80.0 is about a simulation"),
-        ("--simulate 8 --gpu-memory-gib 0", "--gpu-memory-gib 0.0 must be a size greater than 0"),
-        ("--simulate 8 --tp 3", "make 6 ranks, but the world size is 8"),
+        ("--tp 2", "the following arguments are required: --world-size"),
+        ("--world-size 0", "--world-size 0 must be at least 1"),
+        ("--world-size 8 --ranks 8", "--ranks 8 is none of --world-size 8: try 0 to 7"),
+        ("--world-size 8 --gpu-memory-gib 0", "--gpu-memory-gib 0 must be greater than 0"),
+        ("--world-size 8 --tp 3", "make 6 ranks, but the world size is 8"),
     ],
 )
 def test_wrong_commands_are_refused(flags, said):
     with pytest.raises(ValueError, match=re.escape(said)):
-        train.read_flags(flags.split())
+        simulate.read_command(flags.split())
 
 
 def test_it_is_not_started_by_torchrun(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="conflicts with the 2 ranks that torchrun started"):
-        train.read_flags(["--simulate", "8"])
+        simulate.read_command(["--world-size", "8"])
+
+
+def test_the_command_says_errors_in_one_line():
+    command = [sys.executable, ROOT / "simulate.py", "--world-size", "8", "--tp", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("simulate.py: --pp 1 x") and done.stderr.count("\n") == 1
 
 
 def peak_bytes(tmp_path, flags):
-    return max(rank["peak_bytes"] for rank in simulate(tmp_path, flags)["ranks"])
+    return max(rank["peak_bytes"] for rank in run(tmp_path, flags)["ranks"])
 
 
 @pytest.mark.parametrize("more", ["", " --pp 2"])
 def test_the_largest_batch_fits_and_one_more_does_not(more, tmp_path):
-    flags = "--simulate 2 --ac full --set n_layers=2" + more
+    flags = "--world-size 2 --ac full --set n_layers=2" + more
     limit_gib = 0.06
-    fit = simulate(tmp_path, f"{flags} --gpu-memory-gib {limit_gib}")["fit"]
+    fit = run(tmp_path, f"{flags} --gpu-memory-gib {limit_gib}")["fit"]
     assert fit["fits"] and fit["changes"] == []
     assert peak_bytes(tmp_path, f"{flags} {fit['largest_batch']}") <= limit_gib * 2**30
     per_microbatch = 4 if "--pp" in flags else 1
@@ -398,9 +403,9 @@ def test_the_largest_batch_fits_and_one_more_does_not(more, tmp_path):
 
 def test_what_does_not_fit_is_told_what_to_change(tmp_path):
     """Without recomputation the blocks' activations are most; the loss is small here."""
-    flags = "--simulate 2 --local-batch-size 8 --set n_layers=4"
+    flags = "--world-size 2 --local-batch-size 8 --set n_layers=4"
     now = peak_bytes(tmp_path, flags)
-    fit = simulate(tmp_path, f"{flags} --gpu-memory-gib {now * 0.6 / 2**30}")["fit"]
+    fit = run(tmp_path, f"{flags} --gpu-memory-gib {now * 0.6 / 2**30}")["fit"]
     assert not fit["fits"]
     change, peak = fit["changes"][-1]
     assert "--ac" in change and peak <= now * 0.6
@@ -411,8 +416,8 @@ def test_what_does_not_fit_is_told_what_to_change(tmp_path):
 
 def test_a_batch_keeps_its_accumulation_and_refused_sizes_count_as_too_large(tmp_path):
     """Float8 takes 16 tokens at a time: 2, 4, 6 .. sequences of 24."""
-    flags = "--simulate 2 --seq-len 24 --float8 rowwise --set n_layers=1 --local-batch-size 2"
-    fit = simulate(tmp_path, f"{flags} --global-batch-size 12 --gpu-memory-gib 0.05")["fit"]
+    flags = "--world-size 2 --seq-len 24 --float8 rowwise --set n_layers=1 --local-batch-size 2"
+    fit = run(tmp_path, f"{flags} --global-batch-size 12 --gpu-memory-gib 0.05")["fit"]
     local, whole = map(int, re.findall(r"\d+", fit["largest_batch"]))
     assert local % 2 == 0 and whole == 3 * 2 * local
 
@@ -422,13 +427,13 @@ def die(args, config, rank):
 
 
 def test_a_killed_process_is_an_error_and_no_hang(monkeypatch):
-    monkeypatch.setattr(train, "trace_rank", die)
-    with pytest.raises(train.TrainingError, match="was killed, for want of memory"):
-        train.main(["--simulate", "2"])
+    monkeypatch.setattr(simulate, "trace_rank", die)
+    with pytest.raises(watch.TrainingError, match="was killed, for want of memory"):
+        simulate.main(["--world-size", "2"])
 
 
 def test_nothing_helps_where_the_state_is_too_large(tmp_path):
-    fit = simulate(tmp_path, "--simulate 1 --gpu-memory-gib 0.01 --set n_layers=1")["fit"]
+    fit = run(tmp_path, "--world-size 1 --gpu-memory-gib 0.01 --set n_layers=1")["fit"]
     assert not fit["fits"] and fit["largest_batch"] is None
 
 
@@ -438,8 +443,8 @@ def test_every_recipe_is_simulated_in_time_and_memory(recipe, tmp_path):
     """Each names its number of GPUs in its first line. 405B: under 9 min and 8 GiB for 2 ranks."""
     text = (ROOT / "recipes" / f"{recipe}.args").read_text()
     world_size = re.search(r"on (\d+) GPUs", text.splitlines()[0])[1]
-    command = [sys.executable, str(ROOT / "train.py"), f"@{ROOT}/recipes/{recipe}.args"]
-    command += ["--simulate", world_size, "--out", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "simulate.py"), f"@{ROOT}/recipes/{recipe}.args"]
+    command += ["--world-size", world_size, "--out", str(tmp_path)]
     measured = f"import resource, subprocess; subprocess.run({command!r}, check=True); " + (
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )

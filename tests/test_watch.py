@@ -1,0 +1,316 @@
+"""watch.py: what a run writes, what ranks compare, and how it ends."""
+
+import json
+import math
+import os
+import pickle
+import pkgutil
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import TINY, losses_of, metrics_of, run_program, run_ranks, train_on
+
+import data
+import parallel
+import train
+import watch
+
+ROOT = Path(__file__).parents[1]
+SHARD_BATCH = "--global-batch-size 8"
+WRITER = "checkpoint:PublishingWriter"
+
+
+# ---- 1. What ranks must have in common ---------------------------------------------------------
+
+
+def differences_on_ranks(facts):
+    import torch.distributed as dist
+
+    return watch.find_differences(facts[dist.get_rank()])
+
+
+def test_the_larger_group_is_right_and_a_tie_goes_to_rank_0():
+    """One fact that all ranks have, one that three have, and one that they agree in."""
+    facts = [
+        {"step": 3, "batch": 7, "alone": 1},
+        {"step": 3, "batch": 8},
+        {"step": 4, "batch": 8},
+        {"step": 3, "batch": 7, "list": [1]},
+    ]
+    for found in run_ranks(4, differences_on_ranks, facts):
+        assert found == [("step", 3, {2: 4}, [0, 1, 3]), ("batch", 7, {1: 8, 2: 8}, [0, 3])]
+
+
+def poison_gradient(rank):
+    """In a forked rank: rank 1's gradient of one parameter is Inf at the third step."""
+    original, calls = parallel.clip_grad_norm, []
+
+    def clip_grad_norm(parameters, max_norm, mesh):
+        calls.append(1)
+        if rank == 1 and len(calls) == 3:
+            parallel.local_tensor(parameters[1].grad).flatten()[0] = math.inf
+        return original(parameters, max_norm, mesh)
+
+    parallel.clip_grad_norm = clip_grad_norm
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks_and_is_not_saved(folder):
+    flags = f"{TINY} --steps 9 --checkpoint-every 1 --out poisoned"
+    codes, outputs = run_program(2, flags, cwd=folder, before=poison_gradient)
+    assert codes[0] == 1 and codes[1] != 0
+    assert "step 3 gave loss" in outputs[0] and "gradient norm inf" in outputs[0], outputs[0]
+    assert re.search(r"Loss not finite on ranks none; .* on ranks \[1\]: layers\.0", outputs[0])
+    steps = sorted(path.name for path in (folder / "poisoned/checkpoints").iterdir())
+    assert steps[:2] == ["step-00000001", "step-00000002"] and "step-00000003" not in steps
+
+
+def drift(rank):
+    """In a forked rank: rank 1's copy of a weight changes by one bit before the third check."""
+    original = watch.check_ranks
+
+    def check_ranks(step, inputs, data_rank, weights):
+        weights = dict(weights)
+        if rank == 1 and step == 3:
+            weight = watch.local_tensor(weights["layers.0.ffn_norm.weight"].detach())
+            weight.view(torch.int32)[0] ^= 1
+        return original(step, inputs, data_rank, weights.items())
+
+    watch.check_ranks = check_ranks
+
+
+@pytest.mark.parametrize("mesh", ["--dp-replicate 2", "--tp 2"])
+def test_a_rank_that_drifts_by_one_bit_is_named(folder, mesh):
+    flags = f"{TINY} --steps 5 {mesh} --check-ranks-every 1 --checkpoint-every 0 --out drift"
+    codes, outputs = run_program(2, flags, cwd=folder, before=drift)
+    assert codes[0] == 1
+    expected = "step 3: ranks [1] differ from [0] in weight layers.0.ffn_norm.weight"
+    assert expected in outputs[0], outputs[0]
+
+
+def change_the_text(rank):
+    """In a forked rank: rank 1 sees one document less."""
+    if rank == 1:
+        original = data.open_tokens
+
+        def open_tokens(path, *args, **options):
+            return original("text/0*.txt", *args, **options | {"is_builder": True})
+
+        data.open_tokens = open_tokens
+
+
+def test_ranks_that_see_other_text_are_told_so(folder):
+    flags = f"{TINY} --out other-text"
+    codes, outputs = run_program(2, flags, cwd=folder, before=change_the_text)
+    assert codes[0] == 1
+    assert re.search(r"error: --data \(its tokens\) is \w+ on rank 1 and \w+ on", outputs[0])
+
+
+def test_tensorboard_shows_the_rows_of_metrics_jsonl(folder):
+    """Of a run that was resumed at step 2: the rows after it are written anew."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    flags = "--steps 4 --checkpoint-every 2 --val-every 2 --val-data text --tensorboard --out board"
+    train_on(1, flags, folder)
+    train_on(1, flags + " --resume 2", folder)
+    events = reader.EventAccumulator(str(folder / "board/tensorboard"))
+    events.Reload()
+    rows = metrics_of(folder, "board")
+    assert set(events.Tags()["scalars"]) == {k for r in rows for k, v in r.items() if v} - {"step"}
+    for key in ("loss", "lr", "val_loss"):
+        shown = [(event.step, event.value) for event in events.Scalars(key)]
+        assert shown == [(r["step"], pytest.approx(r[key], rel=1e-6)) for r in rows if key in r]
+
+
+def test_metrics_have_the_documented_keys(folder):
+    train_on(1, "--steps 2 --out keys", folder)
+    keys = "step loss grad_norm lr tokens tokens_per_s tokens_per_s_per_device tflops mfu "
+    rows = metrics_of(folder, "keys")
+    assert all(list(row) == (keys + "memory_gib alloc_retries data_s").split() for row in rows)
+    assert rows[-1]["mfu"] is None, "no peak is known for a CPU"
+    assert rows[-1]["tokens"] == 2 * 2 * 32
+
+
+def test_the_profile_has_a_trace_per_rank_with_the_steps_asked_for(folder):
+    flags = "--steps 5 --profile-steps 3:4 --checkpoint-every 0 --out profile"
+    assert run_program(2, f"{TINY} {flags}", cwd=folder)[0] == [0, 0]
+    for rank in range(2):
+        trace = json.loads((folder / f"profile/profile/rank-{rank}.json").read_text())
+        steps = {e["name"] for e in trace["traceEvents"] if "ProfilerStep" in e.get("name", "")}
+        assert len(steps) == 2
+
+
+def skip_a_collective(rank):
+    """In a forked rank: rank 1 never comes to the third step's gradient norm."""
+    original, calls = parallel.clip_grad_norm, []
+
+    def clip_grad_norm(parameters, max_norm, mesh):
+        calls.append(1)
+        if rank == 1 and len(calls) == 3:
+            time.sleep(100)
+        return original(parameters, max_norm, mesh)
+
+    parallel.clip_grad_norm = clip_grad_norm
+
+
+def test_a_hang_leaves_the_last_collectives_of_every_rank(folder):
+    flags = "--steps 9 --checkpoint-every 0 --timeout-s 4 --flight-recorder 200 --out hang"
+    start = time.perf_counter()
+    codes, _ = run_program(2, f"{TINY} {flags}", cwd=folder, before=skip_a_collective)
+    assert 0 not in codes and time.perf_counter() - start < 60
+    counts = []
+    for rank in range(2):
+        record = pickle.loads((folder / f"hang/flight/rank-{rank}").read_bytes())
+        names = [(entry["process_group"], entry["profiling_name"]) for entry in record["entries"]]
+        counts.append({name: names.count(name) for name in names})
+    # a norm's all-reduce over the fsdp group is what rank 0 began and rank 1 never did
+    more = {name for name in counts[0] if counts[0][name] > counts[1].get(name, 0)}
+    assert any("all_reduce" in name for _, name in more), counts
+
+
+def interrupt_rank_one(rank):
+    """In a forked rank: rank 1 is told to end in the middle of its third step."""
+    original, calls = train.forward_backward, []
+
+    def forward_backward(*args):
+        calls.append(1)
+        if rank == 1 and len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)
+
+    train.forward_backward = forward_backward
+
+
+@pytest.mark.parametrize("mesh", ["", "--tp 2", "--pp 2"])
+def test_sigterm_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint(folder, mesh):
+    out = f"stopped{mesh.replace(' ', '')}"
+    flags = f"--steps 50 --warmup-steps 0 --decay-ratio 0 {mesh} --out {out}"
+    output = train_on(2, flags, folder, interrupt_rank_one)  # exit status 0 on both ranks
+    # asked in step 3, when its answer was composed already: told in step 4 (or 5, if the watching
+    # thread was late), read a step later
+    step = int(re.search(r"stopped by a rank at step (\d+); checkpoint in", output)[1])
+    assert step in (5, 6, 7)
+    assert [row["step"] for row in metrics_of(folder, out)] == list(range(1, step + 1))
+    assert "resumed" in train_on(1, flags.replace(mesh, "").replace("50", "8"), folder)
+
+
+def signal_during(holder, name, call, number=signal.SIGTERM, pause_s=0):
+    """A `before`: rank 1 gets a signal in the `call`-th call, from 1, of a function of `holder`."""
+
+    def before(rank):
+        namespace = pkgutil.resolve_name(holder)  # in the forked rank: inductor starts threads
+        original, calls = getattr(namespace, name), []
+
+        def function(*args, **options):
+            calls.append(1)
+            if rank == 1 and len(calls) == call:
+                os.kill(os.getpid(), number)
+                time.sleep(pause_s)
+            return original(*args, **options)
+
+        setattr(namespace, name, function)
+
+    return before
+
+
+def signal_twice(rank):
+    signal_during("train", "evaluate", 1)(rank)
+    signal_during(WRITER, "write_data", 1)(rank)
+
+
+@pytest.mark.parametrize(
+    "moment, flags, before, earliest",
+    [
+        # inductor is called for the first block, in the forward pass of the first step
+        ("compile", "--compile", signal_during("torch._inductor.compile_fx", "compile_fx", 1), 1),
+        ("evaluation", "", signal_during("train", "evaluate", 1), 2),
+        # the save of step 3 is the first
+        ("sync-save", "--checkpoint-mode sync", signal_during(WRITER, "write_data", 1), 3),
+        # the writer is still at work when the run ends, and `close` waits for it
+        ("async-save", "", signal_during(WRITER, "write_data", 1, pause_s=2), 3),
+        # one to stop, and one while the save that this brings is written
+        ("second", "--checkpoint-every 50", signal_twice, 2),
+        ("ctrl-c", "", signal_during("train", "forward_backward", 3, signal.SIGINT), 3),
+    ],
+)
+def test_a_signal_at_any_moment_ends_the_run_with_a_checkpoint(
+    folder, moment, flags, before, earliest
+):
+    steady = "--warmup-steps 0 --decay-ratio 0 --optimizer sgd --lr 0.3 --val-data text"
+    common = f"{SHARD_BATCH} --checkpoint-every 3 --val-every 2 {steady}"
+    if not (folder / "no-signal").exists():
+        train_on(2, f"{common} --steps 9 --out no-signal", folder)
+    out = f"signal-{moment}"
+    output = train_on(2, f"{common} --steps 50 {flags} --out {out}", folder, before)  # status 0
+    step = int(re.search(r"stopped by a rank at step (\d+); checkpoint in", output)[1])
+    # told in the same step or the next (the watching thread may be late by one), read one later
+    assert earliest < step <= earliest + 3
+    names = sorted(path.name for path in (folder / out / "checkpoints").iterdir())
+    assert names[-1] == f"step-{step:08}" and not any("tmp" in name for name in names), names
+    assert f"at step {step}" in train_on(2, f"{common} --steps 9 --out {out}", folder)
+    # a compiled block sums in another order; SGD keeps the difference that small
+    rel = 1e-5 if "--compile" in flags else 0
+    assert losses_of(folder, out) == pytest.approx(losses_of(folder, "no-signal"), rel=rel, abs=0)
+
+
+def interrupt_twice(rank):
+    """In a forked rank: Ctrl-C in the second step and once more in the third, on every rank."""
+    original, calls = train.forward_backward, []
+
+    def forward_backward(*args):
+        calls.append(1)
+        if len(calls) in (2, 3):
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
+    train.forward_backward = forward_backward
+
+
+def test_a_second_ctrl_c_interrupts_at_once_with_one_line(folder):
+    start = time.perf_counter()
+    flags = f"{TINY} --steps 50 --checkpoint-every 1 --out twice"
+    codes, outputs = run_program(2, flags, cwd=folder, before=interrupt_twice)
+    assert codes[0] == 1 and codes[1] != 0 and time.perf_counter() - start < 60
+    assert re.findall("error: .*", outputs[0]) == [
+        "error: interrupted; the steps since the last checkpoint are lost"
+    ]
+    assert "Traceback" not in outputs[0] + outputs[1] and "error" not in outputs[1]
+    assert (folder / "twice/checkpoints/step-00000001").exists()
+
+
+def fail_on_rank_one(rank):
+    """In a forked rank: rank 1 has a bug in its third step."""
+    original, calls = train.forward_backward, []
+
+    def forward_backward(*args):
+        calls.append(1)
+        if rank == 1 and len(calls) == 3:
+            raise RuntimeError("the first cause")
+        return original(*args)
+
+    train.forward_backward = forward_backward
+
+
+def test_when_one_rank_fails_the_others_stop_and_the_first_cause_is_shown(folder):
+    flags = f"{TINY} --steps 9 --checkpoint-every 0 --out one-fails"
+    start = time.perf_counter()
+    codes, outputs = run_program(2, flags, cwd=folder, before=fail_on_rank_one)
+    assert 0 not in codes and time.perf_counter() - start < 60
+    assert "RuntimeError: the first cause" in outputs[1] and "forward_backward" in outputs[1]
+
+
+def test_torchrun_shows_a_refusal_once_and_fails_in_seconds(folder):
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    result = subprocess.run(
+        [*command, str(ROOT / "train.py"), "--tp", "3"],
+        cwd=folder, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert result.stderr.count("error: --pp 1 x --dp-replicate 1") == 1
+    assert "Traceback" not in result.stderr.split("error: ")[1].split("torch")[0]
+    assert time.perf_counter() - start < 60  # 20 s on an idle machine

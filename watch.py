@@ -1,0 +1,413 @@
+"""What a run tells of itself, and how it ends. Plain values in: it knows no model and no flags.
+
+    OUT/
+        metrics.jsonl         one object per logged step                      Metrics
+        tensorboard/          the same numbers                                Metrics
+        profile/rank-0.json   some steps, for ui.perfetto.dev                 start_profiler
+        memory/rank-0.pickle  what filled a GPU, for pytorch.org/memory_viz   dump_memory
+        flight/rank-0         a rank's last collectives                       dump_flight_record
+
+A step's numbers reach the host without making it wait:
+
+    host     enqueue 7, copy_to_host | enqueue 8, copy_to_host | read 7: finite? asked to stop?
+    GPU      compute 6 ............. | compute 7, copy ....... | compute 8, copy ...
+
+So the host runs at most one step ahead, and a step that gave NaN or Inf is noticed one step late,
+but always before a save: it stops all ranks together and is never saved.
+
+    a run ends by           who notices                     what happens
+    its last step           everybody                       a checkpoint, exit status 0
+    a signal on any rank    catch_signals; the request      all ranks end after the same step, with
+                            travels with the loss           a checkpoint, exit status 0
+    TrainingError           every rank, at the same step    one line per host, exit status 1
+    a rank that dies or     the others, when a collective   each writes its flight record, and
+    hangs                   fails or times out              torchrun restarts or ends them
+
+Sources: TorchTitan (arXiv 2410.06511) §2.3; the Flight Recorder §2.3.2.
+"""
+
+import json
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+# What we borrow: names that torch or torchao keep private, and why no public one will do.
+#     torch.distributed.distributed_c10d._world             all groups, to change their timeouts
+#     torch.distributed.distributed_c10d._set_pg_timeout    until torch 2.14 has dist.set_timeout
+#     torch._C._distributed_c10d._dump_fr_trace             the flight record of gloo
+#     torch._C._distributed_c10d._dump_nccl_trace           and of NCCL
+#     torch.cuda.memory._record_memory_history              as pytorch.org/memory_viz says
+#     torch.cuda.memory._dump_snapshot
+
+# ---- 1. What ranks must have in common ---------------------------------------------------------
+
+
+class TrainingError(Exception):
+    """Training cannot begin or go on; every rank raises it at the same step."""
+
+
+def local_tensor(tensor):
+    """The part of a DTensor that this rank holds, same memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gather(fact):
+    """The facts of all ranks, in rank order (all must call); any picklable object."""
+    facts = [None] * dist.get_world_size()
+    dist.all_gather_object(facts, fact)
+    return facts
+
+
+def find_differences(facts):
+    """What ranks report differently; all must call it, and all get the same answer.
+
+    Args:    facts, {key: value}; a key is compared among the ranks that report it.
+    Returns: [(key, the usual value, {rank: another value}, [ranks with the usual one])]; usual is
+             what most ranks report, and rank 0's where that is a tie.
+    """
+    reports, found = gather(facts), []
+    for key in dict.fromkeys(key for report in reports for key in report):
+        holders = {rank: report[key] for rank, report in enumerate(reports) if key in report}
+        values = list(holders.values())
+        usual = max(values, key=values.count)  # the first of equals
+        others = {rank: value for rank, value in holders.items() if value != usual}
+        if others:
+            found.append((key, usual, others, sorted(holders.keys() - others)))
+    return found
+
+
+def check_same(settings):
+    """Raise TrainingError if ranks were started with other settings: {flag's name: value}."""
+    for name, usual, others, alike in find_differences(settings):
+        rank, value = next(iter(others.items()))
+        raise TrainingError(
+            f"--{name.replace('_', '-')} is {value} on rank {rank} and {usual} on "
+            f"rank {alike[0]}: all ranks must be started alike and see the same text; give them "
+            "the same flags, and for text one --data folder of token shards"
+        )
+
+
+def checksum(tensor):
+    """Sum of the bits of a tensor, 32 at a time: one flipped bit changes it (int)."""
+    return tensor.contiguous().view(torch.int32).sum(dtype=torch.int64).item()
+
+
+def check_ranks(step, inputs, data_rank, weights):
+    """Raise TrainingError, naming the ranks, if what several ranks must share differs.
+
+    Compared: the step; the batch, along tp, cp and pp; and every piece of the weights that more
+    than one rank holds, along dp_replicate and, for norms, tp.
+    Args:    inputs, of this data rank; weights, (name, DTensor) pairs of this rank.
+    """
+    facts = {("step",): step, ("batch", data_rank): checksum(inputs)}
+    for name, weight in weights:
+        coordinates = zip(weight.placements, weight.device_mesh.get_coordinate(), strict=True)
+        piece = [c for placement, c in coordinates if not placement.is_replicate()]
+        facts["weight", name, *piece] = checksum(local_tensor(weight.detach()))
+    for key, _, others, alike in find_differences(facts):
+        raise TrainingError(
+            f"step {step}: ranks {sorted(others)} differ from {alike} in "
+            f"{' '.join(map(str, key[:2]))}, which they must share: look for faulty hardware "
+            "or a missing collective, and resume from a checkpoint before it"
+        )
+
+
+def check_finite(step, stats, weights):
+    """Raise TrainingError on every rank if the step's loss or gradient norm is NaN or Inf.
+
+    Both numbers are the same on all ranks, so all come here together and can gather who began.
+    """
+    if math.isfinite(stats.loss) and math.isfinite(stats.grad_norm):
+        return
+    bad = [name for name, weight in weights if not local_tensor(weight).isfinite().all()]
+    reports = gather((math.isfinite(stats.local_loss), bad))
+    loss_ranks = [r for r, (finite, _) in enumerate(reports) if not finite]
+    weight_ranks = [r for r, (_, names) in enumerate(reports) if names]
+    names = sorted({name for _, names in reports for name in names})
+    raise TrainingError(
+        f"step {step} gave loss {stats.loss} and gradient norm {stats.grad_norm}: all ranks stop, "
+        f"and the step is not saved. Loss not finite on ranks {loss_ranks or 'none'}; weights no "
+        f"longer finite on ranks {weight_ranks or 'none'}: {', '.join(names[:3]) or 'none'}"
+        f"{' and others' if len(names) > 3 else ''}. Try to go on from the last checkpoint with a "
+        "lower --lr or --max-norm"
+    )
+
+
+# ---- 2. Numbers --------------------------------------------------------------------------------
+
+
+class Stats(NamedTuple):
+    """What a step tells the host."""
+
+    loss: float  # of the global batch
+    grad_norm: float  # before clipping
+    n_valid_tokens: float  # in the global batch
+    local_loss: float  # this rank's share of the loss
+    n_stops: float  # ranks that were asked to end
+
+
+def copy_to_host(stats):
+    """Start copying a step's numbers; the function returned waits for them and gives `Stats`."""
+    host = torch.empty(stats.shape, dtype=stats.dtype, pin_memory=stats.is_cuda)
+    host.copy_(stats, non_blocking=True)
+    copied = torch.cuda.current_stream().record_event() if stats.is_cuda else None
+
+    def read():
+        if copied is not None:
+            copied.synchronize()
+        return Stats(*host.tolist())
+
+    return read
+
+
+def peak_memory_gib(device):
+    """Most memory held so far in GiB: reserved by the allocator on CUDA, resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kib / 2**20 if sys.platform != "darwin" else kib / 2**30  # macOS counts bytes
+
+
+def alloc_retries(device):
+    """How often so far CUDA's allocator had to give its cache back and try again: a slow step each.
+
+    None on CPU. More than a few mean that memory is all but full.
+    """
+    return torch.cuda.memory_stats(device)["num_alloc_retries"] if device.type == "cuda" else None
+
+
+def step_of(row):
+    """Step of a line of metrics.jsonl; a line torn by a crash counts as never written."""
+    try:
+        return json.loads(row)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+class Metrics:
+    """Rank 0's console line, OUT/metrics.jsonl and, if asked for, TensorBoard.
+
+    On other ranks it does nothing. On resume the file is continued, and rows after the resumed step
+    are dropped.
+
+    Args:    out, the folder; steps, (the first, the last) of this run; tokens_per_step, of the
+             global batch; flops_per_token, the model's; peak_tflops of a device, for MFU, or None.
+    """
+
+    def __init__(
+        self, out, device, *, steps, tokens_per_step, flops_per_token, peak_tflops, tensorboard
+    ):
+        self.device, self.is_main = device, dist.get_rank() == 0
+        first_step, self.last_step = steps
+        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
+        self.peak_tflops, self.tensorboard = peak_tflops, None
+        self.start_interval(first_step - 1)
+        if self.is_main:
+            path = out / "metrics.jsonl"
+            rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+            kept = [row for row in rows if step_of(row) < first_step]
+            if kept != rows:
+                path.write_text("".join(kept))
+            self.file = open(path, "a")
+        if self.is_main and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(out / "tensorboard", purge_step=first_step)
+
+    def start_interval(self, step):
+        """Rates count from here."""
+        self.since_step, self.since_s, self.data_s = step, time.perf_counter(), 0.0
+
+    def log(self, step, stats, *, lr, tokens, now_s, val_loss):
+        """Write one row; `tokens` is the number of training tokens seen so far."""
+        elapsed_s = now_s - self.since_s
+        n_steps = step - self.since_step
+        tokens_per_s = n_steps * self.tokens_per_step / elapsed_s
+        per_device = tokens_per_s / dist.get_world_size()
+        tflops = per_device * self.flops_per_token / 1e12
+        row = {
+            "step": step,
+            "loss": stats.loss,
+            "grad_norm": stats.grad_norm,
+            "lr": lr,
+            "tokens": tokens,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_device": per_device,
+            "tflops": tflops,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+            "memory_gib": peak_memory_gib(self.device),
+            "alloc_retries": alloc_retries(self.device),
+            "data_s": self.data_s / n_steps,  # seconds per step spent waiting for the next batch
+        } | ({} if val_loss is None else {"val_loss": val_loss})
+        if self.is_main:
+            self.write(row, seconds_left=elapsed_s / n_steps * (self.last_step - step))
+            if stats.n_valid_tokens == 0:
+                print(f"step {step}: the batch has no valid label; loss and gradients are zero")
+        self.start_interval(step)
+
+    def write(self, row, *, seconds_left):
+        """One row to the file, the console and TensorBoard."""
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        width = len(str(self.last_step))
+        print(
+            f"step {row['step']:>{width}}/{self.last_step}  loss {row['loss']:.4f}  "
+            f"grad {row['grad_norm']:.3f}  lr {row['lr']:.2e}  {row['tokens_per_s']:>9,.0f} tok/s  "
+            f"{row['tflops']:.3f} TFLOPs"
+            + (f"  mfu {row['mfu']:.1%}" if row["mfu"] else "")
+            + f"  {row['memory_gib']:.2f} GiB"
+            + (f"  {row['alloc_retries']} retries" if row["alloc_retries"] else "")
+            + (f"  val {row['val_loss']:.4f}" if "val_loss" in row else "")
+            + f"  {timedelta(seconds=round(seconds_left))} left",
+            flush=True,
+        )
+        for key, value in row.items():
+            if self.tensorboard and value is not None and key != "step":
+                self.tensorboard.add_scalar(key, value, row["step"])
+
+    def close(self):
+        """Close the files."""
+        if self.is_main:
+            self.file.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+
+
+def print_pairs(pairs):
+    """Print (label, text) pairs: labels in a column of their own, texts of any number of lines."""
+    for label, text in pairs:
+        print(f"{label:<6} {text}".replace("\n", "\n" + 7 * " "), flush=True)
+
+
+# ---- 3. Traces, memory, collectives ------------------------------------------------------------
+
+
+def check_records(*, tensorboard, memory_snapshot, device_type):
+    """Raise ValueError for a record that cannot be made on this machine."""
+    if tensorboard and not find_spec("tensorboard"):
+        raise ValueError(
+            "--tensorboard needs the package tensorboard, which is not installed: pip install "
+            "tensorboard, or leave it out; OUT/metrics.jsonl holds the same numbers"
+        )
+    if memory_snapshot and device_type != "cuda":
+        raise ValueError(
+            "--memory-snapshot conflicts with a CPU: CUDA's allocator keeps the history; leave it "
+            "out"
+        )
+
+
+def start_profiler(folder, profile_steps, done):
+    """Trace the steps FIRST:LAST: call `step()` after each step, `stop()` at the end. Or None.
+
+    Args:    done, the steps behind a run that is resumed.
+    """
+    if profile_steps is None:
+        return None
+    first, last = map(int, profile_steps.split(":"))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{dist.get_rank()}.json"
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(
+            wait=max(0, first - done - 1), warmup=0, active=max(1, last - first + 1), repeat=1
+        ),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+    )
+    profiler.start()
+    return profiler
+
+
+def record_memory():
+    """From now on CUDA's allocator notes what it hands out and takes back (--memory-snapshot)."""
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+
+def dump_memory(folder):
+    """Write what `record_memory` recorded (--memory-snapshot)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(folder / f"rank-{dist.get_rank()}.pickle"))
+
+
+def record_collectives(folder, n_entries):
+    """Remember the last collectives (--flight-recorder); call it before any group is made.
+
+    NCCL dumps them by itself when one times out; for gloo `dump_flight_record` does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(n_entries)
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder.absolute()}/rank-"
+
+
+def dump_flight_record():
+    """Write this rank's last collectives, if they are recorded; not over what NCCL has written."""
+    prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
+    if prefix and dist.is_initialized():
+        path = Path(f"{prefix}{dist.get_rank()}")
+        recorder = torch._C._distributed_c10d
+        dump = recorder._dump_nccl_trace if torch.cuda.is_available() else recorder._dump_fr_trace
+        if not path.exists():  # NCCL's own watchdog knows more
+            path.write_bytes(dump(True, False, False))
+
+
+def shorten_timeouts(timeout_s, but):
+    """After the first step no collective takes long, `but` a checkpoint's: notice hangs sooner."""
+    c10d = dist.distributed_c10d
+    set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
+    for group in c10d._world.pg_map:
+        if group is not but:
+            set_timeout(timedelta(seconds=timeout_s), group)
+
+
+# ---- 4. How it ends ----------------------------------------------------------------------------
+
+
+def catch_signals():
+    """From now on SIGTERM, SIGUSR1 and a first Ctrl-C end the run after a step; lists those caught.
+
+    A second Ctrl-C interrupts at once.
+    """
+    came = []
+    arrived, told = socket.socketpair()
+    told.setblocking(False)
+
+    def watch():  # Python's own handlers wait while the main thread is inside a collective
+        while True:
+            came.append(signal.Signals(arrived.recv(1)[0]).name)
+            dump_flight_record()  # torchrun sends SIGTERM to ranks that hang after another failed
+
+    def handle(number, frame, keep_open=told):
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, handle)
+    threading.Thread(target=watch, daemon=True).start()
+    return came
+
+
+def fail(error, *, rank, local_rank):
+    """Print the error once per host and leave with status 1.
+
+    torchrun kills all ranks as soon as one exits, so the others wait for that instead of taking the
+    message from local rank 0. If nobody comes to kill them, the error was theirs alone.
+    """
+    if local_rank > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(10)
+        error = f"rank {rank}: {error}"
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)  # without a goodbye to ranks that may be gone, which could hang
