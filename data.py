@@ -21,10 +21,10 @@ How step, seed and rank pick a window. Training consumes one endless row of sequ
 
 `permute` evaluates a shuffle of 0 ... N-1 at one point, without a table. So the window is a pure
 function of (seed, position), and the loader's state is the number of sequences consumed: a run
-resumed on other ranks, or with another global batch, neither repeats a window nor skips one. The
-reference system instead saves a buffer of tokens per data rank, and cannot change their number.
+resumed on other ranks, or with another global batch, neither repeats a window nor skips one.
+TorchTitan instead saves a buffer of tokens per data rank, and cannot change their number.
 
-Left out: masks between the documents of a window (as in the reference system), mixtures, downloads.
+Left out: masks between the documents of a window (as in TorchTitan), mixtures, downloads.
 
 Sources: Llama 3 (arXiv 2407.21783) §3.2 for the vocabulary; C4 (arXiv 1910.10683); Feistel networks
 as permutations: Luby and Rackoff, SIAM J. Computing 17 (1988); walking a cycle to stay below N:
@@ -182,8 +182,9 @@ def read_json_lines(stream):
 def read_pieces(path):
     """Yield ((text, opens, closes), bytes of the file read so far).
 
-    Where `opens` or `closes` is false, the text lacks a document's beginning or end. It is no str
-    where a line or row has none. An invalid byte is a lone surrogate in it.
+    Where `opens` or `closes` is false, the text lacks a document's beginning or end. For a line or
+    row without text, None or another object comes in its place. A lone surrogate in a text stands
+    for an invalid byte.
     """
     try:
         with open(path, "rb") as raw:
@@ -544,8 +545,9 @@ class BatchLoader:
     Args:    read(position) -> (inputs, labels) on the CPU: this rank's part of the global batch
              that begins at that position of the endless row; the device that they go to; stride,
              the sequences of a global batch, after which the next one begins.
-    Costs:   no host sync on CUDA: the thread copies from pinned memory on a stream of its own, and
-             the step's stream, not the host, waits for the copy.
+    Costs:   no host sync on CUDA: the thread copies from pinned memory (pages that stay where they
+             are, so that the GPU fetches them by itself) on a stream of its own, and the step's
+             stream, not the host, waits for the copy.
     """
 
     def __init__(self, read, device, *, stride):

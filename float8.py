@@ -2,15 +2,17 @@
 
 apply_float8 swaps nn.Linear for torchao's on the meta device, before anything is sharded; parameter
 names and float32 master weights stay. A linear y = x W^T is three matmuls, and each operand is
-quantised just before its matmul: q = cast(x * scale), scale = format maximum / amax, so that the
-largest magnitude just fits; the product is divided by both scales and comes out in bf16.
+quantised just before its matmul: q = cast(x * scale), scale = format maximum / amax, where amax is
+the largest magnitude, which then just fits; the product is divided by both scales, in bf16. BT is
+the number of tokens, B times T in model.py's letters.
 
     forward        x  (BT, in)    @  W^T (in, out)   ->  y  (BT, out)    sum over in
     grad input     dy (BT, out)   @  W   (out, in)   ->  dx (BT, in)     sum over out
     grad weight    dy^T (out, BT) @  x   (BT, in)    ->  dW (out, in)    sum over BT
 
-A scale that is constant along the sum leaves it as a factor: one number, or one per row of the left
-and per column of the right operand. The number of scales of the left | the right operand:
+A scale that is constant along the sum can be taken out of it as a factor. So there is one for the
+whole operand, or one for each row of the left and for each column of the right operand. The number
+of scales of the left | the right operand:
 
     recipe               forward                grad input             grad weight
     tensorwise           1         | 1          1          | 1         1          | 1
@@ -125,8 +127,8 @@ def check_float8(recipe, *, all_gather, skip, emulate, compile, capability):
 def check_float8_fits(recipe, *, skip, linear_names, n_tokens):
     """Refuse filters that match nothing and token counts that the matmuls cannot take.
 
-    Args:    linear_names, of the whole model; n_tokens, the tokens of one forward on one rank
-             after context parallelism: microbatch * T / cp.
+    Args:    linear_names, of the whole model; n_tokens, the tokens of one forward on one rank: T/cp
+             times the microbatch, or without a pipeline times the local batch.
     Raises:  ValueError.
     """
     for entry in skip:
@@ -191,7 +193,7 @@ def quiet_torchao():
     """Import torchao without the log lines that it writes on every rank.
 
     They say that its optional CUDA libraries do not load here: `torchao.float8` does not use them,
-    and apply_float8 asks for MXFP8's itself.
+    and swap_in_mxfp8 asks for MXFP8's itself.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -15,7 +15,8 @@ What the other files rely on, and a fork must keep:
     * `tok_embeddings`, `norm` and `output` may each be None and `layers` is a ModuleDict keyed by
       the global layer number, so a pipeline stage is this model with modules removed, and a name
       such as layers.17.attention.wq.weight means the same tensor on any mesh;
-    * a block takes and returns plain tensors: (B, T, D) and the RoPE table -> (B, T, D);
+    * a block takes and returns plain tensors: (B, T, D) and the RoPE table -> (B, T, D); on a mesh
+      it holds its share of the tokens, (B, T/(cp*tp), D);
     * attention infers its number of heads from the width of wq's and wk's output, so that tensor
       parallelism may hand it a share of them;
     * `attention.core` is the part between RoPE and wo; context parallelism replaces it;
@@ -23,7 +24,7 @@ What the other files rely on, and a fork must keep:
       the parameter's name, never on how many ranks there are.
 
 RoPE uses the half-split layout of Hugging Face: element j of a head is rotated with element
-j + Dh/2. The paper's system pairs neighbours (2j, 2j + 1); the two are the same model with wq and
+j + Dh/2. TorchTitan pairs neighbours (2j, 2j + 1); the two are the same model with wq and
 wk permuted, and with this one Hugging Face weights need no permutation.
 
 Left out: dropout and biases (Llama 3 has none), KV caching (this trains), document masks.
@@ -252,9 +253,9 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """The whole model, or a pipeline stage of it when some modules are None.
 
-    Args:    config; seq_len, the number of rows of the RoPE table (tokens).
+    Args:    config; seq_len T, the rows of the RoPE table (under cp T/cp: see init_rope).
     Forward: (B, T) int64 tokens, or (B, T, D) activations where tok_embeddings is None
-             -> (B, T, V) logits, or (B, T, D) where output is None.
+             -> (B, T, V) logits, or (B, T, D) where output is None or stops_at_norm is set.
     Note:    build it under `torch.device("meta")`: any size takes milliseconds and no memory. Move
              it with `to_empty`, then fill parameters from `draw_weight` and call `init_rope`, since
              meta tensors carry no values.
@@ -336,7 +337,7 @@ def draw_weight(name, shape, *, config, seed, device):
     The generator is seeded by a hash of (seed, name), so that any rank of any mesh draws the same
     tensor and keeps its slice: one process, FSDP, TP and PP start bitwise equal, without a seed
     checkpoint. (CPU and CUDA generators differ from each other.) `output` is cut at 3 standard
-    deviations; the others, cut at 100 in the paper's system, are plain normal here: much faster.
+    deviations; the others, cut at 100 in TorchTitan, are plain normal here: much faster.
 
     Costs:   one full tensor in memory at a time, at most V * D * 4 bytes.
     """

@@ -1,4 +1,4 @@
-"""One function per technique: each takes a stage and a piece of the mesh and changes the stage.
+"""One function per technique, most given a piece of the mesh: each changes a stage in place.
 
 A stage is the whole model, or the part of it that a pipeline leaves to this rank. The ranks form a
 cube with five axes, outer to inner pp, dp_replicate, dp_shard, cp, tp; the last varies fastest, so
@@ -10,35 +10,69 @@ tp 2:
     pp 0       0      1          2      3           dp_shard  groups  02 13 46 57
     pp 1       4      5          6      7           pp        groups  04 15 26 37
 
-Four groups are made of several axes:
+With tp 8 and pp 16 on 128 ranks, rank 19 = 2 * 8 + 3 is pp 2, tp 3: its tp group is 16 ... 23, its
+pp group 3, 11, 19 ... 123. Four groups of the mesh are made of several axes:
 
-    hsdp    dp_replicate x fsdp         the two-dimensional mesh that fully_shard takes, where
-    fsdp    dp_shard x cp               parameters, gradients and optimizer states are sharded
+    fsdp    dp_shard x cp               where parameters, gradients and optimizer states are sharded
+    hsdp    dp_replicate x fsdp         the two-dimensional mesh that fully_shard takes for hybrid
+                                        sharding (HSDP): shards in a group, replicas between groups
     data    dp_replicate x dp_shard     ranks that read different sequences
     shards  fsdp x tp                   ranks that hold a stage's weights together: DTensor finds
                                         this group by itself, for the norm of gradients split on
                                         both axes, in one all-reduce
 
-    axis          splits                     sends per block and direction             function
-    ------------  -------------------------  ----------------------------------------  ------------
-    tp            wq wk wv w1 w3 by rows,    2 all-gathers, 2 reduce-scatters of       apply_tp
-                  wo w2 by columns, and the  (B, T, D) activations
-                  residual stream over T
-    cp            the sequence (T)           1 all-gather of K and V forward,          apply_cp
-                                             1 reduce-scatter of their gradients
-    dp_shard, cp  parameters, by dim 0       all-gather of the block's parameters,     apply_fsdp
-                                             reduce-scatter of its gradients
-    dp_replicate  nothing (batch only)       all-reduce of the gradient shards         apply_fsdp
-    pp            the layers                 see pipeline.py
+The collectives, on 4 ranks that hold a, b, c, d; each is cut in four pieces a0 a1 a2 a3, and
+S0 = a0 + b0 + c0 + d0:
 
-The order in which train.py applies them is pp split -> float8 -> tp -> cp -> activation
-checkpointing -> compile -> fsdp, all on the meta device; then `materialise` gives every rank its
-slice of weights that do not depend on the mesh.
+    rank    all-gather         reduce-scatter           all-reduce
+    0       a -> a b c d       a0 a1 a2 a3 -> S0        a0 a1 a2 a3 -> S0 S1 S2 S3
+    1       b -> a b c d       b0 b1 b2 b3 -> S1        b0 b1 b2 b3 -> S0 S1 S2 S3
+    2       c -> a b c d       c0 c1 c2 c3 -> S2        c0 c1 c2 c3 -> S0 S1 S2 S3
+    3       d -> a b c d       d0 d1 d2 d3 -> S3        d0 d1 d2 d3 -> S0 S1 S2 S3
 
-What these sends add up to on a given mesh, and what a rank holds meanwhile, simulate.py counts.
+An all-reduce is a reduce-scatter and an all-gather of its pieces. In a ring, where every rank
+passes pieces on to its neighbour, each of the two sends 3/4 of the whole from every rank. The
+fourth is the pipeline's send, from one rank to another.
+
+A DTensor is one tensor held by several ranks. Along each axis of its mesh it says how: Shard(d),
+cut along dim d; Replicate(), whole on every rank; Partial(), to be summed. From Shard to Replicate
+is an all-gather, from Partial to Shard a reduce-scatter, from Partial to Replicate an all-reduce.
+
+What is split, what is sent per block, and what becomes of each send in the backward pass, where the
+gradient of a gathered tensor is a sum to be scattered and the other way round:
+
+    axis          splits                  forward                   backward             function
+    ------------  ----------------------  ------------------------  -------------------  ----------
+    tp            wq wk wv w1 w3 by rows  all-gather of (B, T, D)   reduce-scatter       apply_tp
+                  wo w2 by columns        reduce-scatter of it      all-gather
+                  (each twice a block: attention and feed_forward)
+    cp            the sequence (T)        all-gather of K and V     reduce-scatter       apply_cp
+    fsdp          parameters, by dim 0    all-gather of the         reduce-scatter of    apply_fsdp
+                                          block's parameters        their gradients
+                                                                    (and, if freed, the
+                                                                    all-gather again)
+    dp_replicate  nothing (batch only)    nothing                   all-reduce of the    apply_fsdp
+                                                                    gradient shards
+    pp            the layers              send of an activation     send of its          pipeline.py
+                                                                    gradient
+
+Which slice is mine? tp cuts first, and fsdp cuts what tp has left: of the rows of wq, on fsdp 2 x
+tp 2, rank (fsdp f, tp t) holds the f-th half of the t-th half, quarter 2 t + f. So FSDP's
+all-gather brings together just what tp left to this rank.
 
 Gradients are sums, not means: the loss is divided by the global number of valid tokens before the
 backward pass, so that every reduction here is a plain sum and no mesh needs a factor of its own.
+The loss is a sum over tokens, and a rank's gradient is that of its own tokens' share: so gradients
+may be summed over all ranks that hold different tokens, over cp as well as over data ranks. What a
+key owes to the queries of other cp ranks has come back to it through the reduce-scatter of K and V.
+
+The order in which train.py applies them is pp split -> float8 -> tp -> cp -> activation
+checkpointing -> compile -> fsdp, all on the meta device; then `materialise` gives every rank its
+slice of weights that do not depend on the mesh. What a rank holds and sends meanwhile on a given
+mesh, simulate.py counts.
+
+Letters are model.py's: B T D H K Dh F V; T is the whole sequence. Shapes are written for cp 1: a cp
+rank has T/cp tokens where they say T.
 
 Left out: expert parallelism; DistributedDataParallel, which averages and cannot be composed
 (dp_replicate with dp_shard 1 is the same thing).
@@ -149,7 +183,7 @@ def check_mesh(degrees, config, *, model, seq_len, world_size):
 
 
 def build_mesh(device_type, *, pp, dp_replicate, dp_shard, cp, tp):
-    """Return {axis: DeviceMesh} for all ranks. Axes of degree 1 are there too, so no code asks.
+    """Return {axis: DeviceMesh} for all ranks; axes of degree 1 are there too.
 
     Axes:    pp, dp_replicate, cp, tp, the joined fsdp, data and shards, and the two-dimensional
              hsdp = (dp_replicate, fsdp). Each is the piece that this rank belongs to.
@@ -171,21 +205,43 @@ def build_mesh(device_type, *, pp, dp_replicate, dp_shard, cp, tp):
 
 
 # ---- 2. Tensor, sequence and loss parallelism --------------------------------------------------
+#
+# Why one linear is split by columns and the next by rows. Two matrices A and B with an activation f
+# between them, as w1 and w2 with silu, or wq wk wv and wo with attention, on two ranks:
+#
+#     by columns   A = [A0 | A1]           f(x A) = [f(x A0) | f(x A1)]    a slice of it each
+#     by rows      B = [B0 over B1]        h B = h0 B0 + h1 B1             a partial sum each
+#     both         y = f(x A0) B0 + f(x A1) B1                             nothing sent in between
+#
+# f works on single elements, or attention on single heads, so each rank's slice of the hidden layer
+# goes through it alone, and the partial sums are added once, at the end. Split the other way round,
+# x A would be a sum that f needs whole: f(a + b) is not f(a) + f(b), and every pair of linears
+# would cost a collective more in either direction.
+#
+# These formulas have matrices of (in, out). nn.Linear stores its weight as (out, in) and computes
+# x W^T: the columns of A are rows of wq's `weight`. torch's ColwiseParallel therefore cuts dim 0 of
+# the weight, and RowwiseParallel dim 1.
+#
+# Sequence parallelism costs nothing on top. The sum at the end would be an all-reduce of (B, T, D),
+# which is a reduce-scatter and an all-gather. Between those two a rank has 1/tp of the tokens, and
+# norms and the residual stream work token by token: they run there, on (B, T/tp, D), and the
+# all-gather waits until the next linear needs all tokens. As many bytes are sent, and activations
+# between blocks take 1/tp of the memory.
 
 
 def look_up(embedding, tokens, *, tp_mesh):
     """(B, T) -> (B, T/tp, D): each rank finds the tokens among its rows, the sum is scattered.
 
-    It is the forward of tok_embeddings under tp, with tokens int64 of the whole vocabulary. The
-    paper's style for it (B.3, RowwiseParallel) gives the same numbers, but in the backward pass
-    every rank makes the gradient of all V rows before it takes its own: for 405B under a pipeline
-    8 GiB, kept from the first microbatch to the last.
+    It is the forward of tok_embeddings under tp, a vocabulary-parallel embedding: tokens are int64
+    of the whole vocabulary. The paper's style for it (B.3, RowwiseParallel) gives the same numbers,
+    but in the backward pass every rank makes the gradient of all V rows before it takes its own:
+    for 405B under a pipeline 8 GiB, kept from the first microbatch to the last.
     """
     rows = embedding.weight.to_local()  # (V/tp, D)
     first = tp_mesh.get_local_rank() * -(-embedding.num_embeddings // tp_mesh.size())
     elsewhere = (tokens < first) | (tokens >= first + rows.shape[0])
     found = nn.functional.embedding((tokens - first).masked_fill(elsewhere, 0), rows)
-    found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # (B, T, D), of which tp sums
+    found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # (B, T, D), zero where others have it
     partial_sum = DTensor.from_local(found, tp_mesh, [Partial()], run_check=False)
     return partial_sum.redistribute(placements=[Shard(1)]).to_local()  # reduce-scatter over tp
 
@@ -199,7 +255,7 @@ def apply_tp(
     *,
     loss_parallel,
 ):
-    """Split the model over the tp axis, in place; the three styles are float8's to replace.
+    """Split the stage over the tp axis, in place; float8 brings other styles for these three.
 
     Before:  full weights on the meta device, identical on every rank.
     After:   wq wk wv w1 w3 output hold 1/tp of their rows, wo w2 1/tp of their columns and
@@ -210,7 +266,7 @@ def apply_tp(
              and 2 all-reduces of norm gradients (D); 1 all-gather before output and 1
              reduce-scatter after tok_embeddings, mirrored backward; for the loss 3 all-reduces of
              (B, T), or without `loss_parallel` 1 all-gather of (B, T, V).
-    Needs:   tp divides n_heads, n_kv_heads and T (checked by check_mesh).
+    Needs:   tp divides n_heads, n_kv_heads, ffn_dim and T (checked by check_mesh).
     Source:  paper §2.1.3 and B.3.
     """
     plan = {
@@ -258,9 +314,10 @@ all_gather = all_gather or funcol.all_gather_tensor_autograd
 def cp_positions(seq_len, *, cp, cp_rank):
     """Global positions of the tokens this cp rank holds: int64 (T/cp,).
 
-    The sequence is cut into 2 cp chunks and rank r takes chunks r and 2cp-1-r: causal attention
-    costs a query as many products as it has predecessors, and a head with a tail costs every rank
-    the same. cp 1 holds everything in order.
+    The sequence is cut into 2 cp chunks, and rank r takes the chunks r and 2cp-1-r (head-tail, or
+    zigzag). Under causal attention a query multiplies with all keys before it, so a chunk near the
+    end costs more than one near the beginning; one of each costs every rank the same. With cp 1 a
+    rank holds everything in order.
     """
     if cp == 1:
         return torch.arange(seq_len)
@@ -326,15 +383,19 @@ def apply_cp(stage, cp_mesh):
 
 # ---- 4. Activation checkpointing ---------------------------------------------------------------
 
+# A checkpointed block forgets what its forward pass computed, and computes it again in the backward
+# pass. Selective activation checkpointing (SAC, `--ac op`) asks for every operation whether its
+# result is worth the memory.
+
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MATMULS = {aten.mm.default, aten._scaled_mm.default}  # of a plain linear, of a float8 one
-SAVED_OPS = {  # besides every other matmul: slow to compute or to communicate
+SAVED_OPS = {  # saved besides every second matmul: slow to compute or to communicate
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     c10d.reduce_scatter_tensor.default,  # the end of wo and w2 under tp
-    aten.max.default,  # a float8 scale: a pass over a whole tensor for one number
+    aten.max.default,  # amax, for a float8 scale: a pass over a whole tensor for one number
 }
 
 
@@ -365,7 +426,7 @@ def apply_ac(stage, ac):
                    more for its backward)
              op    a block saves its expensive results and recomputes the rest: norms, RoPE, silu
                    and 3 matmuls
-             "N"   `full` for every Nth block by global number, whatever stage it lives on
+             "N"   `full` for every Nth block, counted by the block's number in the whole model
     Saves:   bytes per token and block in bf16, 8B's shape, counted on CPU: none 225,416, op 63,616
              = 2 (4 D + K Dh + F) + 4 H, full 8,192 = 2 D.
     Costs:   collectives are recomputed as well: under tp 2 all-gathers a block, with `full` also 1
@@ -444,15 +505,22 @@ def apply_fsdp(stage, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
              replicated over dp_replicate (HSDP). It is gathered in `param_dtype` just before its
              unit runs, and its gradient is summed in `reduce_dtype`; master weights stay float32.
     Units:   tok_embeddings | each block | norm with output. Tied embeddings: blocks | the rest.
-    Reshard: `always` frees a unit's gathered weights after its forward and gathers them again for
-             its backward; `never` keeps them; `default` frees blocks, but keeps them under a
-             pipeline, where each microbatch would gather again. It never frees norm with output,
-             whose backward comes first.
+    Freed:   by `reshard`. `always` frees a unit's gathered weights when its forward ends and
+             gathers them again for its backward; `never` keeps them from forward to backward;
+             `default` frees blocks, but not norm with output, whose backward comes first, and
+             nothing under a pipeline, where every microbatch would gather again. After its
+             backward a unit is always freed: under a pipeline after that of the last microbatch,
+             when its gradients, added up until then, are reduced once.
+    Hidden:  on a GPU gathers, reductions and the computation have streams of their own. While a
+             block runs, the next one's weights are being gathered (prefetch), in the backward pass
+             those of the block before it, and the gradients of the one just done are being reduced.
+             So two blocks are whole at a time, and communication shows only where a block computes
+             for less time than a gather takes.
     Costs:   per unit 1 all-gather (2 if resharded) and 1 reduce-scatter, and with dp_replicate > 1
              an all-reduce of the shard; at degree 1 only the casts.
     Source:  paper §2.1.2, §2.2.4, B.1, B.2 and B.7.
     """
-    # a DTensor's local part is one, which does no harm: nothing here works in place
+    # the outputs of tp are views of DTensors, which is wrong only for who changes them in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     is_hsdp = mesh["dp_replicate"].size() > 1
     options = {
@@ -560,6 +628,9 @@ def cross_entropy(logits, labels, n_valid_tokens):
     """Sum of -log p(label) over the labels that are not -100, divided by `n_valid_tokens`.
 
     Shapes:  logits (B, T, V), or a DTensor split over V (loss parallel); labels (B, T) -> scalar.
+    Costs:   under loss parallelism each rank has V/tp of the logits of every token, and a softmax
+             needs three numbers of all V: their maximum, the sum of the exponentials, and the
+             label's own logit. Each is an all-reduce of (B, T) over tp, for (B, T, V) gathered.
     Note:    the softmax is computed in at least float32; the copy of bf16 logits this takes is the
              largest tensor of a step.
     """
@@ -598,7 +669,7 @@ def build_loss(last_stage, loss_chunks, tp):
         second piece            2 3 |     6 7       labels 2 3 6 7
 
     Shapes:  output is (B, T, V) logits, or with chunks (B, T/tp, D).
-    Costs:   the head's forward a second time, and its collectives under tp.
+    Costs:   the head's forward runs a second time, in the backward pass, with its collectives.
     """
     if loss_chunks == 1 or last_stage.output is None:
         return cross_entropy

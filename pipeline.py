@@ -14,8 +14,9 @@ which each rank takes its forwards and backwards. 1F1B ("one forward, one backwa
 
 (`python pipeline.py --pp-schedule 1F1B --pp 4 --n-microbatches 6` draws it, and any other.) With
 equal stages and a backward as long as two forwards, a rank works 3 M units and waits 3 (p-1) for
-the pipeline to fill and drain. The bubble, the idle share of its time, is (p-1) / (M + p-1). What
-each schedule asks for is in SCHEDULES (§1); what it gives:
+the pipeline to fill and drain. The bubble, the idle share of its time, is (p-1) / (M + p-1): 3/11
+or 27 % for 4 ranks and 8 microbatches. What each schedule asks for says SCHEDULES (§1), what it
+gives this table:
 
     schedule               bubble                 most chunks in flight on rank r
     GPipe                  (p-1) / (M + p-1)      M
@@ -26,20 +27,24 @@ each schedule asks for is in SCHEDULES (§1); what it gives:
     ZBVZeroBubble          (p-1) / (3 v M + p-1)  2 p
     DualPipeV              (p-1) / (3 v M + p-1)  2 p + 1
 
-A chunk is one microbatch on one stage, 1/v of the rank's layers; in flight means that its
+A chunk is one microbatch on one stage, 1/v of the rank's layers; it is in flight while its
 activations wait for the backward. So 1F1B has GPipe's bubble with less memory, and interleaving
-divides the bubble by about v. The rows with v >= 2 hold for M >= p (ZBVZeroBubble: 2p - 1), the
-chunks also ask that p divides M. The last three split a backward into the gradients of the input
-(I), which the previous stage waits for, and of the weights (W), which nobody waits for and which
-fill bubbles. Op-level SAC, compiled blocks and `--reshard always` do not survive that split, and
-with `--ac full` a block runs forward again in I and once more for each weight matrix in W: up to 8
-times (3.5 to 8 simulated with the zero-bubble schedules on 2 ranks, 1 to 1.7 with DualPipeV).
+divides the bubble by about v. The bubbles of schedules with v >= 2 hold for M >= p (ZBVZeroBubble:
+2p - 1), their numbers of chunks if p also divides M.
 
-    sent forward    1 activation (microbatch, T/(cp*tp), D) per microbatch and border of stages
+The last three schedules split a backward in two: the gradients of the input (I), for which the
+previous stage waits, and those of the weights (W), for which nobody waits, so that they can fill
+bubbles. Op-level SAC, compiled blocks and `--reshard always` do not survive that split. With `--ac
+full` a block's forward is repeated in I and once more for each weight matrix in W, up to 8 times.
+On 2 ranks, 3.5 to 8 repetitions were simulated for the zero-bubble schedules and 1 to 1.7 for
+DualPipeV.
+
+    sent forward    1 activation (microbatch, T/(cp*tp), D) per microbatch and boundary of stages
     sent backward   its gradient, of the same shape and dtype
 
 Nothing else, whatever the number of parameters: hence pp is the outermost axis, over the slowest
-links. torch keeps a receive buffer for every microbatch and direction, under 1F1B too.
+links. torch keeps a receive buffer for every microbatch and direction, under 1F1B too. Letters are
+model.py's, and M, S, p and v as above.
 
 Three traps, each a wrong gradient without an error:
 
@@ -108,14 +113,16 @@ SCHEDULES = {  # a V puts the last stage, and so the loss, on rank 0
 def order_1f1b(stage, n_stages, n_microbatches):
     """What the rank of a stage computes under 1F1B, in order: [(kind, stage, microbatch), ...].
 
-    Around each forward F it receives an activation and sends its own on; around each backward B it
-    receives the gradient of what it sent, and sends that of what it received.
+    F: receive an activation from the stage before, compute forward, send the result on.
+    B: receive the gradient of what was sent on, compute backward, send that of what was received.
     """
-    warmup = min(n_microbatches, n_stages - stage)  # forwards until the first backward can arrive
-    order = [("F", stage, i) for i in range(warmup)]
-    for i in range(n_microbatches - warmup):
-        order += [("B", stage, i), ("F", stage, warmup + i)]  # hence its name
-    return order + [("B", stage, i) for i in range(n_microbatches - warmup, n_microbatches)]
+    warmup = min(n_microbatches, n_stages - stage)  # forwards until the first gradient can arrive
+    steady = n_microbatches - warmup
+    order = [("F", stage, i) for i in range(warmup)]  # the deeper stages are being filled
+    for i in range(steady):  # one backward, one forward: a new activation takes the old one's place
+        order += [("B", stage, i), ("F", stage, warmup + i)]
+    order += [("B", stage, i) for i in range(steady, n_microbatches)]  # draining
+    return order
 
 
 def kind_of(schedule):
@@ -298,7 +305,7 @@ def split_layers(n_layers, n_stages, input_weight=1, output_weight=1):
     405B on 16 stages: 126 layers + 2 = 16 * 8, so 7, 8, ... 8, 7. An end may hold no block.
 
     Raises:  ValueError if the stages cannot be filled.
-    Source:  paper §2.1.4; the rule is the one of the paper's system.
+    Source:  paper §2.1.4; the rule is TorchTitan's.
     """
     if min(input_weight, output_weight) < 0:
         raise ValueError(

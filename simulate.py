@@ -139,8 +139,8 @@ class Account(TorchDispatchMode):
         kinds         one of KINDS for each storage number
         flops         {module: {forward, recomputed or backward: FLOPs}}
         state_bytes   {parameters, gradients, optimizer: bytes}, what lives from step to step
-        collectives   {axis: {kind: {calls, bytes, sent_bytes}}}: of the buffers, the larger of
-                      input and output, and what a rank of a ring sends of them
+        collectives   {axis: {kind: {calls, bytes, sent_bytes}}}: bytes of the larger one of
+                      input and output, and what a rank of a ring sends of it
 
     A moment is (phase, module, op). Of the kinds, "gathered" are FSDP's buffers: whole weights, and
     gradients on their way to be scattered; "activations" all that a forward pass makes, again or
@@ -197,7 +197,7 @@ class Account(TorchDispatchMode):
     # what storages there are
 
     def hold(self, kind, tensors):
-        """Count tensors that live from step to step, or say of counted ones that they are such."""
+        """Count tensors that live from step to step; those counted already change their kind."""
         self.state_bytes[kind] = count_bytes(tensors)
         for plain in (p for tensor in tensors for p in checkpoint.plain_tensors(tensor)):
             self.kinds[self.register(plain, kind, ("before", "", ""))] = kind
@@ -322,9 +322,9 @@ class Account(TorchDispatchMode):
 
 @contextmanager
 def thin_causal_mask(dtype):
-    """While open, the mask that a CPU kernel wants is one element seen T/2cp x prefix times.
+    """While open, the mask that a CPU kernel wants has one element, expanded to T/2cp x prefix.
 
-    For fake tensors, to count what CUDA would allocate: its kernels want no mask.
+    So fake tensors count what CUDA would allocate, whose kernels want no mask.
     """
     original = CausalBias._materialize
 
@@ -432,7 +432,7 @@ def trace_ranks(jobs):
 
 
 def default_ranks(args):
-    """One rank of the first pipeline stage and one of the last."""
+    """One of the first and one of the last pp rank: both ends of the model, or of a V of stages."""
     return sorted({0, args.world_size - args.world_size // args.pp})
 
 

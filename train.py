@@ -434,7 +434,7 @@ def main(argv=None):
             )
             sequences += args.global_batch_size
             is_last = step == args.steps
-            if read_stats is not None:  # of the step before, which the device has finished by now
+            if read_stats is not None:  # of the step before: the host is one ahead, and waits here
                 watch.check_finite(step - 1, read_stats(), job.weights)
                 is_last |= read_stats().n_stops > 0  # the same on all ranks
             read_stats = watch.copy_to_host(stats)
@@ -728,7 +728,7 @@ def build_parser():
     add("--tokenizer", default="bytes", help="bytes, or a tiktoken file -> data.py:load_tokenizer")
     add("--local-batch-size", type=at_least(1),
         help="sequences per data rank per forward and backward; if not given 4, or with a pipeline "
-        "a microbatch for each of more stages -> train.py:gradients")
+        "of more stages one microbatch for each of them -> train.py:gradients")
     add("--global-batch-size", type=at_least(1, or_else=-1), default=-1,
         help="sequences per optimizer step on all ranks; what does not fit at once is accumulated; "
         "-1: no accumulation -> train.py:resolve_args")

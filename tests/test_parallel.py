@@ -2,9 +2,11 @@
 
 import functools
 import gc
+import math
 import re
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import parity
@@ -333,6 +335,75 @@ def test_the_groups_of_every_axis_are_those_of_the_headers_picture():
     drawn = dict(re.findall(r"(\w+) +groups +([\d ]+)", parallel.__doc__))
     drawn = {axis: sorted([*map(int, g)] for g in text.split()) for axis, text in drawn.items()}
     assert drawn == {axis: groups_of(pictured, (axis,)) for axis in ("tp", "dp_shard", "pp")}
+
+
+WALK = (
+    "--set dim=32 n_layers=2 n_heads=8 n_kv_heads=4 ffn_dim=48 vocab_size=64 --seq-len 16 "
+    "--pp 2 --dp-shard 2 --tp 2 --local-batch-size 2 --param-dtype fp32"
+)
+
+
+def walk_through_a_step():
+    """{row of README's table: its local shape here}, and the collectives of a step."""
+    args, job = make_job(WALK)
+    (stage,) = job.stages
+    (block,) = stage.layers.values()
+    attention, feed_forward = block.attention, block.feed_forward
+    tokens = torch.arange(32).reshape(2, 16)
+    seen = {"tokens": tuple(tokens.shape)}
+
+    def shape(tensor):
+        return tuple(parallel.local_tensor(tensor).shape)
+
+    for name, module in (
+        ("tok_embeddings", stage.tok_embeddings), ("attention_norm", block.attention_norm),
+        ("wq", attention.wq), ("wk", attention.wk), ("core", attention.core), ("wo", attention.wo),
+        ("ffn_norm", block.ffn_norm), ("w1", feed_forward.w1), ("w2", feed_forward.w2),
+        ("sent", block), ("norm", stage.norm), ("output", stage.output),
+    ):  # fmt: skip
+        if module is not None:
+            module.register_forward_hook(
+                lambda module, x, y, name=name: seen.update({name: shape(y)})
+            )
+    for name, module in (("attention", attention), ("feed_forward", feed_forward)):
+        module.register_forward_pre_hook(
+            lambda module, x, name=name: seen.update({name: shape(x[0])})
+        )
+    block.register_full_backward_hook(
+        lambda module, into, out_of: seen.update({"sent back": shape(into[0])})
+    )
+    if stage.tok_embeddings is not None:
+        seen["tok_embeddings.weight"] = shape(stage.tok_embeddings.weight)
+    sizes = {"local_batch_size": args.local_batch_size}
+    train.gradients(job, tokens, tokens, **sizes)  # opens connections
+    job.optimizer.zero_grad()
+    with Collectives() as sent:
+        loss, _ = train.gradients(job, tokens, tokens, **sizes)
+        seen |= {"loss": tuple(loss.shape), "w1.grad": shape(feed_forward.w1.weight.grad)}
+        seen["grad norm"] = tuple(train.update(job, max_norm=1.0).shape)
+    return seen, dict(sent.counts)
+
+
+def test_readmes_walk_through_a_step_has_the_shapes_and_sends_of_its_ranks():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    table = readme.split("### One step, tensor by")[1]
+    rows = re.findall(r"^\| `(.+?)`.*? \| \(([\d, ]*)\) \| (.*?) ?\|$", table, flags=re.M)
+    assert len(rows) == 20
+    ranks = run_ranks(8, walk_through_a_step)
+    names = {
+        "all-gather over tp": "all_gather_into_tensor", "send over pp": "send",
+        "reduce-scatter over tp": "reduce_scatter_tensor", "all-gather over fsdp": "fsdp_gather",
+        "reduce-scatter over fsdp": "fsdp_scatter", "all-reduce over tp": "all_reduce",
+        "all-reduce over shards": "all_reduce",
+    }  # fmt: skip
+    on_rank_4 = ("norm", "output", "loss", "sent back")
+    for name, shape, sends in rows:
+        seen, counts = ranks[4 if name in on_rank_4 else 0]
+        assert seen[name] == tuple(int(n) for n in shape.split(",") if n.strip()), name
+        if sends:
+            kind, size = re.fullmatch(r"(.+) of \(([\d, ]*)\)", sends).groups()
+            n_elements = math.prod(int(n) for n in size.split(",") if n.strip())
+            assert (names[kind], n_elements) in counts, (name, sends, counts)
 
 
 # ---- 2. Tensor, sequence and loss parallelism --------------------------------------------------
