@@ -5,7 +5,7 @@
     python checkpoint.py export --from CKPT --to DIR   weights for Hugging Face, or one torch file
 
     OUT/
-        .lock                               held while a run writes here: lock_folder
+        .lock                               held while a run writes here: hold_folder
         checkpoints/                        the `folder` of the functions below
             step-00000100/                  published: this name says that every byte is on disk
                 .metadata                   DCP: which slice of which tensor lies where
@@ -61,6 +61,7 @@ import uuid
 import warnings
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -181,21 +182,23 @@ def check_out(out) -> list[int]:
     return list_checkpoints(out / "checkpoints")
 
 
-def lock_folder(folder):
-    """Hold OUT for this run, on one rank: the lock lasts as long as the returned file stays open.
+@contextmanager
+def hold_folder(folder):
+    """Hold OUT for this run, on one rank, while the context is open.
 
-    The kernel drops it with the process, however that ends: a kill leaves no stale lock.
+    The kernel drops the lock with the process, however that ends: a kill leaves no stale one.
+    Raises:  ValueError if another run holds it.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    handle = open(Path(folder) / ".lock", "w")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(
-            f"--out {folder} is in use by another run: two must not write into one folder: wait "
-            "until it ends, or give another --out"
-        ) from None
-    return handle
+    with open(Path(folder) / ".lock", "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--out {folder} is in use by another run: two must not write into one folder: "
+                "wait until it ends, or give another --out"
+            ) from None
+        yield
 
 
 # ---- 2. What is saved --------------------------------------------------------------------------
@@ -364,8 +367,9 @@ def empty_on_host(tensor):
 class Checkpointer:
     """Saves the states of one run into `folder`. Every method is for all ranks together.
 
-    mode         "async": a thread copies the state to host memory, while the loop goes on as far as
-                 `wait_for_staging`, and writes the copy. "sync": `save` writes, without a copy.
+    mode         "async": a thread copies the state to host memory and writes the copy, while the
+                 loop goes on as far as the optimizer's next step, which waits until the copy is
+                 taken. "sync": `save` writes, without a copy.
     keep_latest  published checkpoints to keep beside `protected_step`; 0 keeps all.
     Raises:      CheckpointError, on every rank, if a save failed: at once if "sync", otherwise at
                  the next `save` (which has then begun the new one), `wait` or `close`. To be
@@ -383,12 +387,15 @@ class Checkpointer:
         dist.broadcast_object_list(unique, src=0, group=self.group)
         self.unique = unique[0]
         self.in_flight = None  # (step, writer, function that returns when all is written)
+        self.hook = None  # of the optimizer
         self.thread, self.planner = ThreadPoolExecutor(max_workers=1), StagingPlanner()
         # copies must not queue behind the next step's kernels; also tells the thread its GPU
         self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def save(self, step: int, stages, optimizer, train_state: dict) -> None:
         """Begin to save step `step`, also if the save before turns out to have failed."""
+        if self.hook is None:
+            self.hook = optimizer.register_step_pre_hook(lambda *_: self.wait_for_staging())
         try:
             self.wait()
         except CheckpointError:
@@ -420,7 +427,7 @@ class Checkpointer:
             self.planner.staged.set()  # if it failed before
 
     def wait_for_staging(self) -> None:
-        """Return when the state is copied: to be called before the weights may change."""
+        """Return when the state is copied; before it the weights may not change."""
         if self.in_flight is not None:
             self.planner.staged.wait()  # an error of the copying comes out of `wait`
 

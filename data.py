@@ -543,19 +543,19 @@ class BatchLoader:
     """Prepares the next global batch in a thread while this step runs.
 
     Args:    read(position) -> (inputs, labels) on the CPU: this rank's part of the global batch
-             that begins at that position of the endless row; the device that they go to; stride,
-             the sequences of a global batch, after which the next one begins.
+             that begins at that position of the endless row; the device that they go to; position,
+             the sequences consumed so far, which `get` moves on by stride, a global batch.
     Costs:   no host sync on CUDA: the thread copies from pinned memory (pages that stay where they
              are, so that the GPU fetches them by itself) on a stream of its own, and the step's
              stream, not the host, waits for the copy.
     """
 
-    def __init__(self, read, device, *, stride):
-        self.read, self.stride = read, stride
+    def __init__(self, read, device, *, position, stride):
+        self.read, self.position, self.stride = read, position, stride
         self.device = torch.device(device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.thread = ThreadPoolExecutor(1)
-        self.ahead = {}  # the position being prepared: its future
+        self.next = self.thread.submit(self.prepare, position)
         self.wait_s = 0.0  # seconds that the last get waited
 
     def prepare(self, position):
@@ -566,15 +566,13 @@ class BatchLoader:
             batch = [x.pin_memory().to(self.device, non_blocking=True) for x in batch]
             return batch, self.stream.record_event()
 
-    def get(self, position):
-        """Inputs and labels from `position` on, on the device; raises what `read` raised."""
+    def get(self):
+        """Inputs and labels at `position`, on the device; raises what `read` raised."""
         start = time.perf_counter()
-        # not prepared: the first one, or a jump
-        future = self.ahead.get(position) or self.thread.submit(self.prepare, position)
-        batch, copied = future.result()
+        batch, copied = self.next.result()
         self.wait_s = time.perf_counter() - start
-        following = position + self.stride
-        self.ahead = {following: self.thread.submit(self.prepare, following)}
+        self.position += self.stride
+        self.next = self.thread.submit(self.prepare, self.position)
         if copied is not None:
             step_stream = torch.cuda.current_stream(self.device)
             step_stream.wait_event(copied)

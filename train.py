@@ -6,7 +6,7 @@
 
     build, start          §1   model -> mesh, in the order of the paper's Appendix A; weights
     gradients, update     §2   the two halves of an optimizer step; one validation
-    main                  §3   everything once, then the loop
+    main, pretrain        §3   everything once, then the loop
     load, save            §4   where a run stands: plan, resume, checkpoints
     build_parser          §5   every flag; check_args asks every rule, before any rank waits
     init_distributed      §6   ranks and devices
@@ -348,15 +348,20 @@ def is_due(step, every):
 
 
 def main(argv=None):
-    # 1. Flags and data, checked before any rank waits for another
+    """Flags and data, checked before any rank waits for another; then the run."""
     hardware, is_main = find_hardware(), from_torchrun("RANK") == 0
     args, config = read_flags(argv, hardware, from_torchrun("WORLD_SIZE"))
-    out = Path(args.out)
     tokens, val_tokens = open_texts(args, config)
-    out_lock = checkpoint.lock_folder(out) if is_main else None
+    with checkpoint.hold_folder(args.out) if is_main else nullcontext():
+        device = init_distributed(args, hardware)
+        pretrain(args, config, device, tokens=tokens, val_tokens=val_tokens)
+        dist.destroy_process_group()
 
-    # 2. Ranks, and whether this run has begun already
-    device = init_distributed(args, hardware)
+
+def pretrain(args, config, device, *, tokens, val_tokens):
+    """A run from where its folder stands to its last step, or until it is asked to end."""
+    # 1. Whether ranks agree, and whether this run has begun already
+    out, is_main = Path(args.out), dist.get_rank() == 0
     texts = {"data (its tokens)": tokens.fingerprint}
     texts["val-data (its tokens)"] = val_tokens and val_tokens.fingerprint
     watch.check_same(vars(args) | texts)
@@ -366,10 +371,9 @@ def main(argv=None):
     if done >= args.steps:
         if is_main:
             print(f"nothing to do: {out} is at step {done}; extend it with --steps {2 * done}")
-        dist.destroy_process_group()
         return
 
-    # 3. The model on its mesh, and its state
+    # 2. The model on its mesh, and its state
     job = build(args, config, device)
     if is_main:
         epochs = args.steps * args.global_batch_size / tokens.n_windows(args.seq_len)
@@ -378,7 +382,6 @@ def main(argv=None):
         watch.print_pairs([*describe_job(args, job, place), ("data", seen), *describe_moot(args)])
     job = start(args, job)
     load(job, out / "checkpoints", done, init_from=args.init_from)
-    sequences = state["sequences"] if state else 0
     checkpointer = None
     if args.checkpoint_every:
         checkpointer = checkpoint.Checkpointer(
@@ -387,10 +390,8 @@ def main(argv=None):
             keep_latest=args.keep_latest,
             protected_step=done or None,
         )
-        # the optimizer may not write before an asynchronous save has taken its copy
-        job.optimizer.register_step_pre_hook(lambda *_: checkpointer.wait_for_staging())
 
-    # 4. What a step reads is a pure function of the sequences consumed before it
+    # 3. What a step reads is a pure function of the sequences consumed before it
     per_rank = args.global_batch_size // job.mesh["data"].size()
     skipped = job.mesh["data"].get_local_rank() * per_rank  # what the ranks before this one read
 
@@ -398,7 +399,10 @@ def main(argv=None):
         mine = range(position + skipped, position + skipped + per_rank)
         return data.batch_at(tokens, mine, seq_len=args.seq_len, seed=args.seed)
 
-    loader = data.BatchLoader(read, device, stride=args.global_batch_size)
+    position = state["sequences"] if state else 0
+    loader = data.BatchLoader(read, device, position=position, stride=args.global_batch_size)
+
+    # 4. What the run tells
     # MFU is of bf16 alone: with float8, matmuls of two peaks are mixed (paper §3.2)
     is_bf16 = args.param_dtype == "bf16" and args.float8 is None
     metrics = watch.Metrics(
@@ -422,7 +426,7 @@ def main(argv=None):
             lr = lr_at(step, args)
             for group in job.optimizer.param_groups:
                 group["lr"] = lr
-            inputs, labels = loader.get(sequences)
+            inputs, labels = loader.get()
             metrics.data_s += loader.wait_s
             stats = train_step(
                 job,
@@ -432,7 +436,6 @@ def main(argv=None):
                 max_norm=args.max_norm,
                 wants_stop=bool(signals),
             )
-            sequences += args.global_batch_size
             is_last = step == args.steps
             if read_stats is not None:  # of the step before: the host is one ahead, and waits here
                 watch.check_finite(step - 1, read_stats(), job.weights)
@@ -443,17 +446,15 @@ def main(argv=None):
             if is_due(step, args.check_ranks_every):
                 watch.check_ranks(step, inputs, job.mesh["data"].get_local_rank(), job.weights)
 
-            # once in a while: save, but never a step that is not finite
-            do_save = checkpointer and (is_due(step, args.checkpoint_every) or is_last)
-            do_eval = is_due(step, args.val_every) or (args.val_every and step == args.steps)
-            do_log = step == 1 or is_due(step, args.log_every) or do_eval or is_last
-            if do_save or do_log:
-                watch.check_finite(step, read_stats(), job.weights)
-            if do_save:
-                save(checkpointer, step, job, train_state(args, job, tokens, step, sequences))
+            # once in a while: save
+            if checkpointer and (is_due(step, args.checkpoint_every) or is_last):
+                state = train_state(args, job, tokens, step, loader.position)
+                save(checkpointer, step, job, read_stats(), state)
 
             # once in a while: a row of metrics, with a validation loss where one is due
-            if do_log:
+            do_eval = is_due(step, args.val_every) or (args.val_every and step == args.steps)
+            if step == 1 or is_due(step, args.log_every) or do_eval or is_last:
+                watch.check_finite(step, read_stats(), job.weights)
                 now_s = time.perf_counter()  # before the evaluation, which is not counted
                 val_loss = None
                 if do_eval:
@@ -463,7 +464,7 @@ def main(argv=None):
                     step,
                     read_stats(),
                     lr=lr,
-                    tokens=sequences * args.seq_len,
+                    tokens=loader.position * args.seq_len,
                     now_s=now_s,
                     val_loss=val_loss,
                 )
@@ -497,8 +498,6 @@ def main(argv=None):
         if checkpointer:
             more = f" with --steps {2 * step}" if step == args.steps else ""
             print(f"next: the same command{more} goes on from here")
-    dist.destroy_process_group()
-    del out_lock
 
 
 def run(argv=None):
@@ -653,8 +652,12 @@ def load(job, folder, step, *, init_from):
         print(f"weights of {init_from}, at step 0")
 
 
-def save(checkpointer, step, job, state):
-    """Begin a save; a failed one, this or the one before, is told loudly and training goes on."""
+def save(checkpointer, step, job, stats, state):
+    """Begin to save a step, but never one that is not finite.
+
+    A failed save, this or the one before, is told loudly, and training goes on.
+    """
+    watch.check_finite(step, stats, job.weights)
     try:
         checkpointer.save(step, job.stages, job.optimizer, state)
     except checkpoint.CheckpointError as error:
@@ -733,7 +736,7 @@ def build_parser():
         help="sequences per optimizer step on all ranks; what does not fit at once is accumulated; "
         "-1: no accumulation -> train.py:resolve_args")
     add("--val-data", help="like --data, for validation -> train.py:open_texts")
-    add("--val-every", type=at_least(0), default=0, help="steps; 0: never -> train.py:main")
+    add("--val-every", type=at_least(0), default=0, help="steps; 0: never -> train.py:pretrain")
     add("--val-steps", type=at_least(1), default=8, help="batches each time -> train.py:evaluate")
 
     add = parser.add_argument_group("parallel").add_argument
@@ -787,7 +790,7 @@ def build_parser():
         help="the same numbers on any hardware, slowly -> float8.py:check_float8")
 
     add = parser.add_argument_group("train").add_argument
-    add("--steps", type=at_least(1), default=100, help="of the optimizer -> train.py:main")
+    add("--steps", type=at_least(1), default=100, help="of the optimizer -> train.py:pretrain")
     add("--optimizer", choices=("adamw", "sgd"), default="adamw",
         help="what it is -> train.py:build_optimizer")
     add("--lr", type=more_than_zero, default=2e-3, help="its peak -> train.py:lr_at")
@@ -806,9 +809,9 @@ def build_parser():
         help="of all gradients together; larger ones are scaled -> parallel.py:clip_grad_norm")
 
     add = parser.add_argument_group("checkpoint").add_argument
-    add("--out", default="out", help="folder for checkpoints and metrics -> train.py:main")
+    add("--out", default="out", help="folder for checkpoints and metrics -> train.py:pretrain")
     add("--checkpoint-every", type=at_least(0), default=500,
-        help="steps, and after the last; 0: save nothing -> train.py:main")
+        help="steps, and after the last; 0: save nothing -> train.py:pretrain")
     add("--checkpoint-mode", choices=("async", "sync"), default="async",
         help="train on while files are written, or wait -> checkpoint.py:Checkpointer")
     add("--keep-latest", type=at_least(0), default=10,
@@ -819,7 +822,7 @@ def build_parser():
         "Hugging Face folder -> checkpoint.py:load_weights")
 
     add = parser.add_argument_group("watch").add_argument
-    add("--log-every", type=at_least(1), default=10, help="steps -> train.py:main")
+    add("--log-every", type=at_least(1), default=10, help="steps -> train.py:pretrain")
     add("--tensorboard", action="store_true", help="write OUT/tensorboard -> watch.py:Metrics")
     add("--profile-steps", type=checked(str, "FIRST:LAST: try 10:12", is_range),
         metavar="FIRST:LAST",
@@ -1015,8 +1018,8 @@ def find_hardware():
             f"--nproc-per-node {n_local} (torchrun) exceeds this host's {n_devices} GPUs: each "
             "rank needs one; start fewer, or CUDA_VISIBLE_DEVICES= torchrun to use the CPU"
         )
-    memory_bytes = torch.cuda.get_device_properties(0).total_memory
-    return Hardware("cuda", torch.cuda.get_device_capability(), n_devices, memory_bytes)
+    gpu = torch.cuda.get_device_properties(from_torchrun("LOCAL_RANK"))
+    return Hardware("cuda", (gpu.major, gpu.minor), n_devices, gpu.total_memory)
 
 
 def from_torchrun(name):

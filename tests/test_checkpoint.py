@@ -347,6 +347,77 @@ def test_an_async_save_holds_the_values_of_its_step(tmp_path):
     assert checkpoint.unpublished(tmp_path) == []
 
 
+def check_that_the_step_waits(folder, mode):
+    """Copying takes its time, and the optimizer steps at once after `save` has returned."""
+    copy = checkpoint.StagingPlanner.set_up_planner
+
+    def copy_late(self, *args, **options):
+        time.sleep(0.5)
+        return copy(self, *args, **options)
+
+    checkpoint.StagingPlanner.set_up_planner = copy_late  # in this forked rank only
+    (model,), _ = build("dp2", draw=partial(expected, kind="weight", seed=0))
+    optimizer = build_optimizer([model])
+    saver = checkpoint.Checkpointer(folder / mode, mode=mode, keep_latest=0)
+    for step in (1, 2, 3):
+        train(model, optimizer, step)  # its update waits for the copy of the step before
+        saved = {name: full(tensor).clone() for name, _, tensor in visit([model], optimizer)}
+        kinds = {(n, k): full(t).clone() for n, k, t in visit([model], optimizer)}
+        saver.save(step, [model], optimizer, {})
+    train(model, optimizer, 4)
+    saver.close()
+    (other,), _ = build("dp2")
+    loaded = build_optimizer([other])
+    checkpoint.load_checkpoint(folder / mode, 3, [other], loaded, shapes=shapes_of(CONFIG))
+    for name, kind, tensor in visit([other], loaded):
+        assert torch.equal(full(tensor), kinds[name, kind]), (name, kind)
+    assert len(kinds) == 4 * len(saved)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_the_optimizer_waits_by_itself_until_a_save_has_its_copy(tmp_path, mode):
+    run_ranks(2, check_that_the_step_waits, tmp_path, mode)
+
+
+def record_the_order(folder):
+    """Names of what is flushed and renamed by a save, in order, and what can be read right then."""
+    events, folder = [], folder / "checkpoints"
+    fsync, rename = os.fsync, os.rename
+
+    def note(path):
+        name = Path(path).name
+        return "step" if name.startswith("step-") else name.removesuffix(".tmp")
+
+    def fsync_and_note(descriptor):
+        events.append(("flush", note(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        return fsync(descriptor)
+
+    def rename_and_note(source, target, *args, **options):
+        result = rename(source, target, *args, **options)
+        events.append(("rename", note(target)))
+        for step in checkpoint.list_checkpoints(folder):  # as if all ended here
+            assert checkpoint.read_train_state(folder, step) == {"step": step}
+            assert checkpoint.read_metadata(checkpoint.checkpoint_path(folder, step))
+        return result
+
+    os.fsync, os.rename = fsync_and_note, rename_and_note
+    Path.rename = lambda self, target: Path(target) if rename_and_note(self, target) else target
+    save_one(folder, 1)
+    return events
+
+
+def test_a_checkpoint_gets_its_name_when_all_of_it_is_flushed_and_the_name_is_flushed_too(tmp_path):
+    (events,) = run_ranks(1, record_the_order, tmp_path)
+    assert [event for event in events if event[0] == "rename"][-1] == ("rename", "step")
+    published = events.index(("rename", "step"))
+    for name in ("__0_0.distcp", "train.json", ".metadata", "step"):
+        assert ("flush", name) in events[:published], (name, events)
+    # the folder's own entries, after the last file was put into it; then the new name's folder
+    last = max(i for i, (_, name) in enumerate(events) if name in ("train.json", ".metadata"))
+    assert ("flush", "step") in events[last:published], events
+    assert events[published + 1] == ("flush", "checkpoints"), events
+
+
 def stalls(folder, config):
     """Median time (s) for which a loop stands still per save: {mode: (first, median of the rest)}.
 
@@ -591,11 +662,12 @@ def test_newer_checkpoints_are_set_aside_and_not_deleted(tmp_path):
 
 
 def test_one_run_at_a_time_holds_a_folder(tmp_path):
-    handle = checkpoint.lock_folder(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"--out .*run is in use by another"):
-        checkpoint.lock_folder(tmp_path / "run")
-    handle.close()
-    checkpoint.lock_folder(tmp_path / "run").close()
+    with checkpoint.hold_folder(tmp_path / "run"):
+        with pytest.raises(ValueError, match=r"--out .*run is in use by another"):
+            with checkpoint.hold_folder(tmp_path / "run"):
+                pass
+    with checkpoint.hold_folder(tmp_path / "run"):
+        pass
 
 
 # ---- what is refused at loading ----------------------------------------------------------------

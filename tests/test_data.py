@@ -414,19 +414,19 @@ def test_the_loader_reads_one_global_batch_ahead_and_raises_in_get():
     started = threading.Event()
 
     def read(position):
-        if position == 4:
+        if position == 12:
             started.set()
-        if position == 8:
+        if position == 16:
             raise OSError("disk gone")
         return torch.tensor([position]), torch.tensor([-position])
 
-    loader = data.BatchLoader(read, "cpu", stride=4)
-    assert loader.get(0)[0].item() == 0
-    assert started.wait(10)  # without get(4)
-    assert [x.item() for x in loader.get(4)] == [4, -4] and loader.wait_s >= 0
+    loader = data.BatchLoader(read, "cpu", position=8, stride=4)
+    assert loader.get()[0].item() == 8 and loader.position == 12
+    assert started.wait(10)  # without another get
+    assert [x.item() for x in loader.get()] == [12, -12] and loader.wait_s >= 0
+    assert loader.position == 16, "sequences consumed, not those read ahead"
     with pytest.raises(OSError, match="disk gone"):
-        loader.get(8)
-    assert loader.get(7)[0].item() == 7  # a jump
+        loader.get()
 
 
 @pytest.mark.gpu
@@ -435,11 +435,11 @@ def test_the_loader_copies_to_the_gpu_without_host_sync():
     def read(position):
         return torch.full((64, 4096), position), torch.full((64,), -position)
 
-    loader = data.BatchLoader(read, "cuda", stride=1)
-    loader.get(0)
+    loader = data.BatchLoader(read, "cuda", position=0, stride=1)
+    loader.get()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sums = [loader.get(step)[0].sum() for step in range(1, 20)]
+        sums = [loader.get()[0].sum() for _ in range(1, 20)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [s.item() for s in sums] == [step * 64 * 4096 for step in range(1, 20)]

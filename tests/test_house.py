@@ -5,10 +5,12 @@ import inspect
 import json
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import mutate
 import pytest
 import torch
 from ranks import run_program
@@ -294,3 +296,20 @@ def test_the_losses_are_those_that_readme_prints(first_rung, folder):
     if tokens.fingerprint != named:
         pytest.skip(f"README's losses are of tokens {named}, here they are {tokens.fingerprint}")
     assert first_rung == ladder()[0][2]
+
+
+# ---- 5. Slips ----------------------------------------------------------------------------------
+
+
+def test_every_slip_of_mutate_can_still_be_planted(tmp_path):
+    names = [slip[0] for slip in mutate.SLIPS]
+    assert len(names) == len({*names})
+    for slip in mutate.SLIPS:
+        shutil.copy(ROOT / slip[1], tmp_path)
+        mutate.plant(tmp_path, slip)
+        compile((tmp_path / slip[1]).read_text(), slip[1], "exec")
+
+
+@pytest.mark.soak
+def test_every_slip_is_caught():
+    assert mutate.main([]) == []

@@ -134,6 +134,27 @@ def test_rope_keeps_short_wavelengths_and_stretches_long_ones():
     assert {w < 2048 for w in wavelengths.tolist()} == {True, False}
 
 
+@pytest.mark.parametrize("position", [8_191, 131_071])
+def test_rotation_is_exact_to_float32_far_into_a_long_context(position):
+    """Angles in float64; q and k of bf16 are rotated in float32, and rounded once at the end."""
+    config = MODELS["8b"]
+    angles = position * model.rope_frequencies(config)
+    table = model.build_rope(config, torch.tensor([position]))
+    assert table.dtype == torch.float32
+    exact = torch.stack([angles.cos(), angles.sin()])
+    assert (table[:, 0].double() - exact).abs().max() < 1e-7  # float32 near 1: 2^-25
+    x = torch.randn(1, 1, 2, config.head_dim, generator=torch.Generator().manual_seed(0))
+    x = x.bfloat16()
+    x1, x2 = x.double().chunk(2, dim=-1)
+    right = torch.cat(
+        [x1 * exact[0] - x2 * exact[1], x2 * exact[0] + x1 * exact[1]], dim=-1
+    )  # fmt: skip
+    rotated = model.apply_rope(x, table)
+    assert rotated.dtype == torch.bfloat16
+    # half of bf16's last place, 2^-8, and float32's own error where two products nearly cancel
+    assert ((rotated.double() - right).abs() <= right.abs() * 2**-8 + 1e-6).all()
+
+
 def test_a_token_sees_no_later_token():
     transformer = build_small()
     tokens = torch.randint(51, (1, 16), generator=torch.Generator().manual_seed(1))

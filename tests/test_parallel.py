@@ -692,6 +692,22 @@ def test_all_blocks_and_steps_share_one_graph_and_evaluations_another(monkeypatc
             assert per_rank == [[1, 1, 2, 2, 2]] * len(cases)
 
 
+@pytest.mark.parametrize("ac", ["none", "full", "op", "2"])
+def test_every_block_is_compiled_and_with_op_its_checkpoint_too(ac, monkeypatch):
+    """Module.compile changes a module in place: note on which it is called."""
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compiled.append(self))
+    with torch.device("meta"):
+        stage = llama.Transformer(CONFIG, seq_len=T)
+    blocks = list(stage.layers.values())
+    if ac != "none":
+        parallel.apply_ac(stage, ac)
+    parallel.apply_compile(stage, ac=ac)
+    expected = list(stage.layers.values()) if ac == "op" else blocks
+    assert len(compiled) == CONFIG.n_layers
+    assert all(a is b for a, b in zip(compiled, expected, strict=True))
+
+
 def run_inductor():
     """Loss and gradients of one step, eager and compiled by the compiler of real runs."""
     results = []
@@ -921,3 +937,23 @@ def test_clipping_scales_by_the_norm_of_the_whole_gradient_on_every_rank(world_s
             after = before * (1 - lr * weight_decay) - lr * max_norm / norm * grads[name]
             # 1e-6: torch divides by norm + 1e-6
             torch.testing.assert_close(merged["weights"][name], after, rtol=1e-12, atol=1e-9)
+
+
+def clip_with_a_bit_of_difference():
+    """Norm and a gradient after clipping, where rank 1 finds a norm one bit larger."""
+    _, job, inputs, labels = build_job(accumulated(2, "--dp-replicate 2")[1])
+    train.forward_backward(job, inputs, labels, divisor_of(labels))
+    get_total_norm = torch.nn.utils.get_total_norm
+
+    def one_bit_larger(*args, **options):
+        norm = parallel.whole_tensor(get_total_norm(*args, **options))
+        return torch.nextafter(norm, norm + 1) if dist.get_rank() == 1 else norm
+
+    torch.nn.utils.get_total_norm = one_bit_larger  # in this forked rank only
+    norm = parallel.clip_grad_norm(job.parameters, 1e-3, job.mesh)
+    return norm.item(), parallel.local_tensor(job.parameters[0].grad).tolist()
+
+
+def test_replicas_scale_by_one_norm_though_they_found_two():
+    a, b = run_ranks(2, clip_with_a_bit_of_difference)
+    assert a == b

@@ -1,6 +1,7 @@
 """train.py: against the plainest loop, over resumes and meshes, and what it refuses."""
 
 import errno
+import gc
 import json
 import math
 import os
@@ -20,8 +21,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import TINY, losses_of, make_job, metrics_of, run_program, run_ranks, train_on
 
+import checkpoint
 import data
 import model
 import parallel
@@ -264,6 +267,104 @@ def test_init_from_takes_weights_alone_and_begins_at_step_and_window_zero(folder
     assert "is not looked at" in train_on(2, flags.replace("--steps 2", "--steps 3"), folder)
 
 
+def watch_the_wires(rank):
+    """In a forked rank: write down, in every step, what `pretrain` is to have connected."""
+    train_step, make = train.train_step, checkpoint.Checkpointer.__init__
+    made, seen = [], []
+
+    def init(self, *args, **options):
+        make(self, *args, **options)
+        made.append(self)
+
+    def timeout_s(group):
+        backend = group._get_backend(torch.device("cpu"))
+        return backend.options._timeout.total_seconds()
+
+    def step(job, *args, **options):
+        try:
+            with checkpoint.hold_folder("wired"):
+                is_held = False
+        except ValueError:
+            is_held = True
+        seen.append({
+            "lock is held": is_held, "gc is on": gc.isenabled(),
+            "timeout_s": timeout_s(dist.group.WORLD), "its own": timeout_s(made[0].group),
+            "lr": [group["lr"] for group in job.optimizer.param_groups],
+        })  # fmt: skip
+        Path("wires.json").write_text(json.dumps(seen))
+        return train_step(job, *args, **options)
+
+    train.train_step, checkpoint.Checkpointer.__init__ = step, init
+
+
+def test_a_run_holds_its_folder_and_collects_no_garbage_and_notices_hangs_soon(folder):
+    flags = f"{SHARD_BATCH} --steps 4 --checkpoint-every 2 --lr 0.4 --warmup-steps 4 --out wired"
+    train_on(1, f"{flags} --timeout-s 77", folder, watch_the_wires)
+    seen = json.loads((folder / "wires.json").read_text())
+    assert [row["lock is held"] for row in seen] == [True] * 4
+    assert [row["gc is on"] for row in seen] == [False] * 4
+    assert [row["timeout_s"] for row in seen] == [600, 77, 77, 77], "shorter after the first step"
+    assert min(row["its own"] for row in seen) > 600, "a checkpoint's group waits for slow disks"
+    assert [row["lr"] for row in seen] == [pytest.approx([0.1 * step]) for step in (1, 2, 3, 4)]
+
+
+def test_a_resumed_run_goes_on_where_the_data_stopped_and_keeps_what_it_came_from(folder):
+    """Half the global batch from step 2 on; position and tokens are those of the sequences read."""
+    common = "--checkpoint-every 1 --optimizer sgd --lr 0.3 --out halved"
+    train_on(1, f"--global-batch-size 8 --steps 2 {common}", folder, note_windows)
+    (folder / "windows-0.txt").unlink()
+    train_on(1, f"--global-batch-size 4 --steps 5 --keep-latest 1 {common}", folder, note_windows)
+    read = [int(line.split()[0]) for line in (folder / "windows-0.txt").read_text().splitlines()]
+    assert read[:12] == list(range(16, 28)), "no window is skipped or read again"
+    assert [row["tokens"] for row in metrics_of(folder, "halved")] == [
+        32 * n for n in (8, 16, 20, 24, 28)
+    ]
+    state = json.loads((folder / "halved/checkpoints/step-00000005/train.json").read_text())
+    assert (state["sequences"], state["tokens"]) == (28, 28 * 32)
+    # the newest, and the one that this run was resumed from
+    assert checkpoint.list_checkpoints(folder / "halved/checkpoints") == [2, 5]
+
+
+@torch.no_grad()
+def scales_and_amax(job):
+    """{name: (the scale with which FSDP gathers a weight in float8, 448 / its largest value)}."""
+    found = {}
+    state = checkpoint.build_state(job.stages, None)
+    for name, weight in job.weights:
+        if hasattr(weight._local_tensor, "_precomputed_scale"):  # torchao's wrapper
+            largest = parallel.whole_tensor(state[f"model.{name}"]).abs().max().item()
+            found[name] = weight._local_tensor._precomputed_scale.item(), 448 / largest
+    return found
+
+
+def scales_over_a_run(folder):
+    flags = "--set dim=32 n_layers=2 n_heads=4 n_kv_heads=2 ffn_dim=48 vocab_size=304 --seq-len 32 "
+    flags += "--float8 tensorwise --float8-all-gather --float8-emulate --lr 0.05 --param-dtype bf16"
+    found = {}
+    args, job = make_job(flags)
+    found["at the start"] = scales_and_amax(job)
+    tokens = torch.arange(128).reshape(4, 32)
+    train.train_step(job, tokens, tokens, local_batch_size=4, max_norm=1.0)
+    found["after a step"] = scales_and_amax(job)
+    saver = checkpoint.Checkpointer(folder, mode="sync", keep_latest=0)
+    saver.save(1, job.stages, job.optimizer, {})
+    saver.close()
+    _, other = make_job(f"{flags} --seed 1")
+    train.load(other, folder, 1, init_from=None)
+    found["after a load"] = scales_and_amax(other)
+    return found
+
+
+def test_float8_scales_are_those_of_the_weights_whenever_these_have_changed(tmp_path):
+    for found in run_ranks(2, scales_over_a_run, tmp_path):
+        for moment, scales in found.items():
+            assert len(scales) == 14, moment
+            for name, (scale, right) in scales.items():
+                assert scale == pytest.approx(right, rel=1e-6), f"{name} {moment}"
+        changed = [found["at the start"][n][0] != s[0] for n, s in found["after a step"].items()]
+        assert any(changed), "else the test would show nothing"
+
+
 # ---- 3. Steps that go wrong --------------------------------------------------------------------
 
 
@@ -271,7 +372,7 @@ def fill_the_disk(step):
     """A `before`: rank 1 finds no space for its part of the checkpoint of a step."""
 
     def before(rank):
-        writer = train.checkpoint.PublishingWriter
+        writer = checkpoint.PublishingWriter
         write = writer.write_data
 
         def write_data(self, *args):
@@ -547,9 +648,8 @@ def test_data_that_cannot_work_is_refused_once(folder, flags, message):
 
 
 def test_two_runs_cannot_write_into_one_folder(folder):
-    holder = train.checkpoint.lock_folder(folder / "locked")
-    codes, outputs = run_program(1, f"{TINY} --steps 1 --out locked", cwd=folder)
-    holder.close()
+    with checkpoint.hold_folder(folder / "locked"):
+        codes, outputs = run_program(1, f"{TINY} --steps 1 --out locked", cwd=folder)
     assert codes == [1] and "is in use by" in outputs[0]
 
 

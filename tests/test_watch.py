@@ -6,16 +6,20 @@ import os
 import pickle
 import pkgutil
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import TINY, losses_of, metrics_of, run_program, run_ranks, train_on
 
+import checkpoint
 import data
 import parallel
 import train
@@ -30,8 +34,6 @@ WRITER = "checkpoint:PublishingWriter"
 
 
 def differences_on_ranks(facts):
-    import torch.distributed as dist
-
     return watch.find_differences(facts[dist.get_rank()])
 
 
@@ -60,14 +62,32 @@ def poison_gradient(rank):
     parallel.clip_grad_norm = clip_grad_norm
 
 
-def test_a_gradient_that_is_not_finite_stops_all_ranks_and_is_not_saved(folder):
-    flags = f"{TINY} --steps 9 --checkpoint-every 1 --out poisoned"
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_gradient_that_is_not_finite_stops_all_ranks_and_is_not_saved(folder, every):
+    """Steps that log nothing; where nothing is saved either, it is noticed one step later."""
+    out = f"poisoned-{every}"
+    flags = f"{TINY} --steps 9 --log-every 100 --checkpoint-every {every} --out {out}"
     codes, outputs = run_program(2, flags, cwd=folder, before=poison_gradient)
     assert codes[0] == 1 and codes[1] != 0
     assert "step 3 gave loss" in outputs[0] and "gradient norm inf" in outputs[0], outputs[0]
-    assert re.search(r"Loss not finite on ranks none; .* on ranks \[1\]: layers\.0", outputs[0])
-    steps = sorted(path.name for path in (folder / "poisoned/checkpoints").iterdir())
-    assert steps[:2] == ["step-00000001", "step-00000002"] and "step-00000003" not in steps
+    if every:  # else step 4 has carried it on
+        assert re.search(r"Loss not finite on ranks none; .* on ranks \[1\]: layers", outputs[0])
+    assert checkpoint.list_checkpoints(folder / out / "checkpoints") == [1, 2][: 2 * every]
+
+
+def compare_batches(inputs):
+    """What check_ranks says where rank 1 has another token."""
+    inputs = inputs.clone()
+    inputs[0, 5] += dist.get_rank()
+    try:
+        watch.check_ranks(7, inputs, 0, [])
+    except watch.TrainingError as error:
+        return str(error)
+
+
+def test_ranks_of_one_data_rank_that_read_another_token_are_named():
+    for said in run_ranks(2, compare_batches, torch.zeros(2, 16, dtype=torch.int64)):
+        assert said and said.startswith("step 7: ranks [1] differ from [0] in batch 0"), said
 
 
 def drift(rank):
@@ -93,22 +113,91 @@ def test_a_rank_that_drifts_by_one_bit_is_named(folder, mesh):
     assert expected in outputs[0], outputs[0]
 
 
-def change_the_text(rank):
-    """In a forked rank: rank 1 sees one document less."""
-    if rank == 1:
+def change_the_text(folder_name):
+    """A `before`: rank 1 sees one document less in this folder."""
+
+    def before(rank):
         original = data.open_tokens
 
         def open_tokens(path, *args, **options):
-            return original("text/0*.txt", *args, **options | {"is_builder": True})
+            if path == folder_name and rank == 1:
+                path, options = f"{path}/0*.txt", options | {"is_builder": True}
+            return original(path, *args, **options)
 
         data.open_tokens = open_tokens
 
+    return before
 
-def test_ranks_that_see_other_text_are_told_so(folder):
-    flags = f"{TINY} --out other-text"
-    codes, outputs = run_program(2, flags, cwd=folder, before=change_the_text)
+
+@pytest.mark.parametrize("flag", ["data", "val-data"])
+def test_ranks_that_see_other_text_are_told_so(folder, flag):
+    if not (folder / "text2").exists():
+        shutil.copytree(folder / "text", folder / "text2")
+    flags = f"{TINY} --val-data text2 --val-every 1 --out other-{flag}"
+    changed = {"data": "text", "val-data": "text2"}[flag]
+    codes, outputs = run_program(2, flags, cwd=folder, before=change_the_text(changed))
     assert codes[0] == 1
-    assert re.search(r"error: --data \(its tokens\) is \w+ on rank 1 and \w+ on", outputs[0])
+    said = rf"error: --{flag} \(its tokens\) is \w+ on rank 1 and \w+ on rank 0"
+    assert re.search(said, outputs[0]), outputs[0]
+
+
+# ---- 2. Numbers --------------------------------------------------------------------------------
+
+
+def log_two_rows(folder):
+    """Four steps in 8 s, then 3 s of something else, then two steps in 1 s."""
+    clock = [100.0]
+    watch.time = SimpleNamespace(perf_counter=lambda: clock[0])  # in this forked rank only
+    metrics = watch.Metrics(
+        folder, torch.device("cpu"), steps=(5, 20), tokens_per_step=640, flops_per_token=3e9,
+        peak_tflops=2.0, tensorboard=False,
+    )  # fmt: skip
+    metrics.data_s += 0.5
+    metrics.data_s += 1.5
+    stats = watch.Stats(2.5, 0.7, 600.0, 1.2, 0.0)
+    clock[0] = 111.0
+    metrics.log(8, stats, lr=0.1, tokens=5120, now_s=108.0, val_loss=None)
+    clock[0] = 112.0
+    metrics.data_s += 0.25
+    metrics.log(10, stats, lr=0.2, tokens=6400, now_s=112.0, val_loss=2.25)
+    metrics.close()
+    return watch.peak_memory_gib(metrics.device)
+
+
+def test_the_numbers_of_a_row_are_those_of_the_steps_since_the_last(tmp_path, capfd):
+    peaks = run_ranks(2, log_two_rows, tmp_path)
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first.pop("memory_gib") == pytest.approx(peaks[0], rel=0.2)
+    rates = {"tokens_per_s": 4 * 640 / 8, "tokens_per_s_per_device": 160.0}  # two ranks
+    rates |= {"tflops": 160 * 3e9 / 1e12, "mfu": 0.24, "data_s": 2.0 / 4}
+    assert first == pytest.approx(
+        {"step": 8, "loss": 2.5, "grad_norm": 0.7, "lr": 0.1, "tokens": 5120, **rates}
+        | {"alloc_retries": None}
+    )
+    assert second["tokens_per_s"] == 2 * 640 / 1.0 and second["data_s"] == 0.25 / 2
+    assert second["val_loss"] == 2.25 and "val_loss" not in first
+    printed = capfd.readouterr().out.splitlines()
+    assert printed[0].endswith("0:00:24 left")  # 12 steps of 2 s
+    assert printed[1].endswith("val 2.2500  0:00:05 left") and len(printed) == 2, "rank 0 alone"
+
+
+def wait_under_a_short_timeout():
+    """Rank 1 comes 2 s late to a collective of a checkpoint's group, and to one of training."""
+    group = dist.new_group(backend="gloo")
+    watch.shorten_timeouts(0.7, but=group)
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    dist.all_reduce(torch.zeros(1), group=group)
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    try:
+        dist.all_reduce(torch.zeros(1))
+    except RuntimeError:
+        return "timed out"
+
+
+def test_a_slow_write_outlives_the_timeout_that_ends_a_hang():
+    assert run_ranks(2, wait_under_a_short_timeout)[0] == "timed out"
 
 
 def test_tensorboard_shows_the_rows_of_metrics_jsonl(folder):
@@ -132,6 +221,7 @@ def test_metrics_have_the_documented_keys(folder):
     rows = metrics_of(folder, "keys")
     assert all(list(row) == (keys + "memory_gib alloc_retries data_s").split() for row in rows)
     assert rows[-1]["mfu"] is None, "no peak is known for a CPU"
+    assert all(row["data_s"] > 0 for row in rows), "a clock has run while the loader was asked"
     assert rows[-1]["tokens"] == 2 * 2 * 32
 
 

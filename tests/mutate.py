@@ -1,0 +1,172 @@
+"""Plant slips, one at a time, in a copy of this repository, and see that a test notices each.
+
+    python tests/mutate.py              all of them, 5 to 10 s each
+    python tests/mutate.py rope norm    those whose name holds one of these words
+
+A slip is one plausible wrong edit: (what it is, file, old text, new text, the test that must fail,
+as FILE::EXPRESSION of pytest's -k).
+The old text must stand in the file exactly once, so that a slip cannot rot unnoticed: the default
+suite asks that of all (test_house.py), and `pytest -m soak` runs them.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SLIPS = [
+    # what pretrain connects
+    ("a save does not ask whether its step is finite", "train.py",
+     "    watch.check_finite(step, stats, job.weights)\n    try:", "    try:",
+     "test_watch.py::test_a_gradient_that_is_not_finite_stops_all_ranks_and_is_not_saved"),
+    ("a run that logs nothing never asks whether it is finite", "train.py",
+     "                watch.check_finite(step - 1, read_stats(), job.weights)\n", "",
+     "test_watch.py::test_a_gradient_that_is_not_finite_stops_all_ranks_and_is_not_saved"),
+    ("the optimizer does not wait for the copy of a save", "checkpoint.py",
+     "register_step_pre_hook(lambda *_: self.wait_for_staging())",
+     "register_step_pre_hook(lambda *_: None)",
+     "test_checkpoint.py::test_the_optimizer_waits_by_itself_until_a_save_has_its_copy"),
+    ("resume takes step times batch for the position", "train.py",
+     'position = state["sequences"] if state else 0',
+     "position = done * args.global_batch_size",
+     "test_train.py::test_a_resumed_run_goes_on_where_the_data_stopped_and_keeps_what_it_came_from"),
+    ("the folder is not held", "train.py",
+     "with checkpoint.hold_folder(args.out) if is_main else nullcontext():", "with nullcontext():",
+     "test_train.py::test_a_run_holds_its_folder_and_collects_no_garbage_and_notices_hangs_soon"),
+    ("retention may delete what the run was resumed from", "train.py",
+     "protected_step=done or None", "protected_step=None",
+     "test_train.py::test_a_resumed_run_goes_on_where_the_data_stopped_and_keeps_what_it_came_from"),
+    ("garbage is collected whenever Python likes", "train.py", "gc.disable()", "gc.enable()",
+     "test_train.py::test_a_run_holds_its_folder_and_collects_no_garbage_and_notices_hangs_soon"),
+    ("timeouts stay long after the first step", "train.py", "if step == done + 1:", "if step < 0:",
+     "test_train.py::test_a_run_holds_its_folder_and_collects_no_garbage_and_notices_hangs_soon"),
+    ("the timeout of a checkpoint's group is shortened too", "watch.py",
+     "        if group is not but:\n", "        if group:\n",
+     "test_watch.py::test_a_slow_write_outlives_the_timeout_that_ends_a_hang"),
+    ("the loop does not say which group is a checkpoint's", "train.py",
+     "but=checkpointer and checkpointer.group", "but=None",
+     "test_train.py::test_a_run_holds_its_folder_and_collects_no_garbage_and_notices_hangs_soon"),
+    ("float8 scales stay those of the weights before a step", "train.py",
+     "    job.optimizer.zero_grad()\n    refresh_scales(job)\n", "    job.optimizer.zero_grad()\n",
+     "test_train.py::test_float8_scales_are_those_of_the_weights_whenever_these_have_changed"),
+    ("float8 scales stay those of the weights before a load", "train.py",
+     "    refresh_scales(job)\n    dist.barrier()", "    dist.barrier()",
+     "test_train.py::test_float8_scales_are_those_of_the_weights_whenever_these_have_changed"),
+    ("a request to end is not passed on", "train.py", "wants_stop=bool(signals)", "wants_stop=0",
+     "test_watch.py::test_sigterm_on_one_rank_ends_all_after_the_same_step_with_a_checkpoint"),
+    ("the wait for data is not counted", "train.py",
+     "            metrics.data_s += loader.wait_s\n", "",
+     "test_watch.py::test_metrics_have_the_documented_keys"),
+    ("the learning rate stays the first one", "train.py", 'group["lr"] = lr', "pass",
+     "test_train.py::test_a_run_holds_its_folder_and_collects_no_garbage_and_notices_hangs_soon"),
+    # what ranks compare
+    ("batches are not compared", "watch.py", ', ("batch", data_rank): checksum(inputs)}', "}",
+     "test_watch.py::test_ranks_of_one_data_rank_that_read_another_token_are_named"),
+    ("validation texts are not compared", "train.py",
+     '    texts["val-data (its tokens)"] = val_tokens and val_tokens.fingerprint\n', "",
+     "test_watch.py::test_ranks_that_see_other_text_are_told_so"),
+    ("replicas scale by the norms that each of them found", "parallel.py",
+     'dist.all_reduce(norm, dist.ReduceOp.MAX, group=mesh["dp_replicate"].get_group())', "pass",
+     "test_parallel.py::test_replicas_scale_by_one_norm_though_they_found_two"),
+    # what a checkpoint promises
+    ("a checkpoint has its name before train.json is in it", "checkpoint.py",
+     '        (self.path / "train.json").write_text(self.train_state, "utf-8")\n'
+     '        fsync_path(self.path / "train.json")\n'
+     "        super().finish(metadata, results)  # writes .metadata and fsyncs it\n"
+     "        fsync_path(self.path)\n        self.path.rename(self.final)\n",
+     "        super().finish(metadata, results)\n"
+     "        fsync_path(self.path)\n        self.path.rename(self.final)\n"
+     '        (self.final / "train.json").write_text(self.train_state, "utf-8")\n'
+     '        fsync_path(self.final / "train.json")\n',
+     "test_checkpoint.py::test_a_checkpoint_gets_its_name_when_all_of_it_is_flushed"),
+    ("a checkpoint's folder is not flushed before it has its name", "checkpoint.py",
+     "        fsync_path(self.path)\n        self.path.rename", "        self.path.rename",
+     "test_checkpoint.py::test_a_checkpoint_gets_its_name_when_all_of_it_is_flushed"),
+    ("the new name is not flushed", "checkpoint.py", "        fsync_path(self.final.parent)\n", "",
+     "test_checkpoint.py::test_a_checkpoint_gets_its_name_when_all_of_it_is_flushed"),
+    # numbers
+    ("rope: the table is rounded to bf16", "model.py",
+     "torch.stack([angles.cos(), angles.sin()]).float()",
+     "torch.stack([angles.cos(), angles.sin()]).bfloat16().float()",
+     "test_model.py::test_rotation_is_exact_to_float32_far_into_a_long_context"),
+    ("rope: angles are made in float32", "model.py",
+     "torch.outer(positions.to(torch.float64), frequencies)",
+     "torch.outer(positions.float(), frequencies.float())",
+     "test_model.py::test_rotation_is_exact_to_float32_far_into_a_long_context"),
+    ("rope: computed in the activations' bf16", "model.py",
+     "cos, sin = rope[:, : x.shape[1], None, :]", "cos, sin = rope.to(x)[:, : x.shape[1], None, :]",
+     "test_model.py::test_rotation_is_exact_to_float32_far_into_a_long_context"),
+    ("a tied head multiplies nothing", "model.py",
+     "6 * (config.vocab_size * config.dim + config.dim)",
+     "6 * (config.vocab_size * config.dim * (not config.tied_embeddings) + config.dim)",
+     "test_model.py::test_parameters_and_flops_are_the_published_ones"),
+    ("rates count the time of an evaluation", "watch.py",
+     "elapsed_s = now_s - self.since_s", "elapsed_s = time.perf_counter() - self.since_s",
+     "test_watch.py::test_the_numbers_of_a_row_are_those_of_the_steps_since_the_last"),
+    ("rates count from the start of the run", "watch.py",
+     "        self.start_interval(step)\n\n    def write", "\n    def write",
+     "test_watch.py::test_the_numbers_of_a_row_are_those_of_the_steps_since_the_last"),
+    # techniques of the parity table
+    ("--ac op saves the other half of the matmuls", "parallel.py",
+     "counts[context.is_recompute] % 2 == 1", "counts[context.is_recompute] % 2 == 0",
+     "test_parallel.py::test_a_block_holds_fewer_bytes_for_its_backward"),
+    ("--ac full saves what op does", "parallel.py",
+     "= checkpoint_wrapper(block)\n",
+     "= checkpoint_wrapper(block, context_fn=selective_contexts)\n",
+     "test_parallel.py::test_recomputed_matmuls_per_block_are_0_3_and_6_of_7"),
+    ("--ac N counts blocks from 0", "parallel.py",
+     "(int(number) + 1) % int(ac)", "int(number) % int(ac)",
+     "test_parallel.py::test_every_second_block_is_chosen_by_its_global_number_on_any_stage"),
+    ("--loss-chunks takes the labels of other tokens under tp", "parallel.py",
+     "labels.unflatten(1, (tp, loss_chunks, -1))",
+     "labels.unflatten(1, (loss_chunks, tp, -1)).transpose(1, 2)",
+     "test_parallel.py::test_every_mesh_trains_as_one_process and chunks"),
+    ("--compile compiles the first block only", "parallel.py",
+     "    for block in stage.layers.values():\n        region",
+     "    for block in list(stage.layers.values())[:1]:\n        region",
+     "test_parallel.py::test_every_block_is_compiled"),
+    ("--compile --ac op leaves the checkpoint outside of the graph", "parallel.py",
+     'region = block if ac == "op" else inner_block(block)', "region = inner_block(block)",
+     "test_parallel.py::test_every_block_is_compiled"),
+]  # fmt: skip
+
+
+def plant(folder, slip):
+    """Write the slip into the copy; ValueError if its old text is not there exactly once."""
+    what, file, old, new, _ = slip
+    text = (folder / file).read_text()
+    if text.count(old) != 1:
+        raise ValueError(f"{what}: {file} holds {text.count(old)} times {old!r}")
+    (folder / file).write_text(text.replace(old, new))
+
+
+def is_caught(slip):
+    """Whether its test fails in a copy with the slip; ValueError if no such test was run."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "copy"
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "out"))
+        plant(folder, slip)
+        file, expression = slip[-1].split("::")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", f"tests/{file}", "-k", expression]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+        if done.returncode not in (0, 1):
+            raise ValueError(f"{slip[0]}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        return done.returncode == 1
+
+
+def main(words):
+    survived = []
+    for slip in SLIPS:
+        if not words or any(word in slip[0] for word in words):
+            caught = is_caught(slip)
+            survived += [] if caught else [slip[0]]
+            print(f"{'caught' if caught else 'SURVIVED':<9} {slip[0]}  ({slip[-1]})", flush=True)
+    print(f"{len(survived)} survived")
+    return survived
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(sys.argv[1:])))
