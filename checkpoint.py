@@ -553,8 +553,8 @@ def describe_differences(stored, wanted, ignored):
     return f"{keys[0]} is {there} there and {here} in this run{more}"
 
 
-def fill_state(state, wanted, flag, path, *, ignored=""):
-    """Fill the tensors of `state` in place from the folder that FLAG PATH means.
+def fill_state(state, wanted, path, *, flag=None, ignored=""):
+    """Fill the tensors of `state` in place from a folder, or from the one that FLAG PATH means.
 
     Args:    wanted, {key: full shape} of the whole model, the same on all ranks: compared with what
              is stored before any tensor is read.
@@ -562,7 +562,7 @@ def fill_state(state, wanted, flag, path, *, ignored=""):
     """
     reason = None
     try:
-        stored, read = open_checkpoint(find_checkpoint(flag, path))
+        stored, read = open_checkpoint(find_checkpoint(flag, path) if flag else path)
         reason = describe_differences(stored, wanted, ignored)
     except Exception as error:  # whatever a damaged file makes of the parsers
         reason = describe_error(error)
@@ -588,7 +588,7 @@ def load_checkpoint(folder, step: int, stages, optimizer, *, shapes) -> None:
         for name, shape in shapes.items():
             wanted[f"optimizer.{name}.{slot}"] = () if slot == "step" else tuple(shape)
     try:
-        fill_state(state, wanted, "--resume", checkpoint_path(folder, step))
+        fill_state(state, wanted, checkpoint_path(folder, step))
     except Unreadable as error:
         raise ValueError(describe_refusal(folder, step, error)) from error
 
@@ -686,7 +686,7 @@ def load_weights(path, stages, *, shapes) -> None:
     # the second copy of a tied weight, and what model.py computes
     ignored = r"optimizer\..+|lm_head\.weight|.+\.rotary_emb\.inv_freq"
     try:
-        fill_state(state, wanted, "--init-from", path, ignored=ignored)
+        fill_state(state, wanted, path, flag="--init-from", ignored=ignored)
     except Unreadable as error:
         raise ValueError(
             f"--init-from {path} conflicts with this run ({error}): weights come from whole files "
