@@ -33,6 +33,7 @@ Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
 
 import argparse
 import base64
+import codecs
 import contextlib
 import fcntl
 import functools
@@ -135,10 +136,40 @@ def load_tokenizer(spec):
 
 SUFFIXES = (".txt", ".py", ".jsonl", ".jsonl.gz", ".json.gz", ".parquet")
 BLOCK_CHARS = 1 << 20  # what a worker gets at once: 0.1 s of BPE
+DAMAGED = object()  # in place of the text of a line that is no JSON
+
+
+def list_files(data):
+    """(files, broken links) of a file, a glob or a folder with all below it but hidden ones.
+
+    Each file is there once, by what it is (device and inode), however many links lead to it.
+    """
+    found, broken, seen = [], [], set()
+
+    def visit(path):
+        try:
+            stat = path.stat()
+        except OSError:
+            broken.append(path)
+            return
+        if (stat.st_dev, stat.st_ino) in seen:
+            return
+        seen.add((stat.st_dev, stat.st_ino))
+        if not path.is_dir():
+            found.append(path)
+            return
+        for child in sorted(path.iterdir()):
+            if not child.name.startswith("."):
+                visit(child)
+
+    tops = [data] if Path(data).exists() else glob.glob(str(data), recursive=True)
+    for top in sorted(tops):
+        visit(Path(top))
+    return found, broken
 
 
 def find_texts(data):
-    """The files of a file, a glob or a folder with all below it, without hidden and empty ones."""
+    """The files of --data that hold text, in the order of their paths; not empty ones."""
     if data is None:  # Python's own source: 12 MB, the same wherever its version is
         root = Path(sysconfig.get_path("stdlib"))
         names = sys.stdlib_module_names  # not the folder's list, which may hold site-packages
@@ -146,9 +177,7 @@ def find_texts(data):
         tests = {"test", "tests", "idle_test"}  # some are broken on purpose
         files = [f for f in files if not tests & set(f.relative_to(root).parts)]
     else:
-        pattern = glob.escape(str(data)) if Path(data).exists() else str(data)
-        pattern += "/**" if Path(data).is_dir() else ""
-        files = [Path(name) for name in glob.glob(pattern, recursive=True)]
+        files, _ = list_files(data)
     texts = [f for f in files if f.name.endswith(SUFFIXES) and f.is_file() and f.stat().st_size]
     if not texts:
         raise ValueError(
@@ -157,6 +186,19 @@ def find_texts(data):
             "source of Python's standard library"
         )
     return sorted(texts, key=Path.as_posix)
+
+
+def describe_choice(data, texts):
+    """What of --data is read and what is left out, by kind; None if it is all of one kind."""
+    files, broken = list_files(data) if data is not None else ([], [])
+    chosen = set(texts)
+    kinds = Counter("".join(path.suffixes[-2:]) or path.name for path in texts)
+    left = Counter(path.suffix or path.name for path in files if path not in chosen)
+    left += Counter({"broken links": len(broken)})
+    if data is None or (len(kinds) == 1 and not left):
+        return None
+    read, out = (", ".join(f"{n:,} {kind}" for kind, n in sorted(c.items())) for c in (kinds, left))
+    return f"--data {data}: read are {read}; left out are {out or 'none'}"
 
 
 def read_plain(stream):
@@ -173,29 +215,41 @@ def read_json_lines(stream):
     """A document a line: the field `text` of an object."""
     for line in stream:
         try:
-            text = json.loads(line)["text"]
-        except (ValueError, LookupError, TypeError, RecursionError):
+            text = json.loads(line)["text"] if line.strip() else ""
+        except (ValueError, RecursionError):
+            text = DAMAGED
+        except (LookupError, TypeError):
             text = None
         yield text, True, True
+
+
+def read_parquet(raw):
+    """A document a row: the column `text`, of strings or bytes."""
+    from pyarrow.parquet import ParquetFile
+
+    for batch in ParquetFile(raw).iter_batches(1000, columns=["text"]):
+        for row in batch["text"].cast("large_binary").to_pylist():
+            text = None if row is None else row.decode("utf-8", "surrogateescape")
+            yield text, True, True
 
 
 def read_pieces(path):
     """Yield ((text, opens, closes), bytes of the file read so far).
 
     Where `opens` or `closes` is false, the text lacks a document's beginning or end. For a line or
-    row without text, None or another object comes in its place. A lone surrogate in a text stands
-    for an invalid byte.
+    row without text, None, DAMAGED or another object comes in its place. A lone surrogate in a text
+    stands for an invalid byte.
     """
     try:
         with open(path, "rb") as raw:
             if path.suffix == ".parquet":
-                from pyarrow.parquet import ParquetFile
-
-                batches = ParquetFile(raw).iter_batches(1000, columns=["text"])
-                pieces = ((text, True, True) for b in batches for text in b["text"].to_pylist())
+                pieces = read_parquet(raw)
             else:
                 stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-                stream = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="\n")
+                stream = io.BufferedReader(stream)
+                is_utf16 = stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+                encoding = ("utf-16", "strict") if is_utf16 else ("utf-8-sig", "surrogateescape")
+                stream = io.TextIOWrapper(stream, *encoding, newline="\n")
                 is_plain = path.suffix in (".txt", ".py")
                 pieces = read_plain(stream) if is_plain else read_json_lines(stream)
             for piece in pieces:
@@ -210,28 +264,47 @@ def read_pieces(path):
 # ---- 3. Tokenising -----------------------------------------------------------------------------
 
 SHARD_BATCHES = 128  # about 128 MB of text: 32 M tokens of BPE
-SURROGATE = re.compile("[\ud800-\udfff]")  # what UTF-8 cannot hold
+NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NULs, and what UTF-8 cannot hold
+FAULTS = {
+    "damaged": "no JSON", "missing": "no `text`", "empty": "of no character",
+    "repaired": "invalid Unicode or NULs, now U+FFFD",
+}  # fmt: skip
+
+
+def check_share(path, n_chars, n_bad):
+    """Raise ValueError if a file has so much that is no text that its encoding is another one."""
+    if n_bad > max(10, n_chars / 10):
+        raise ValueError(
+            f"--data {path} is no text in UTF-8: of {n_chars:,} characters {n_bad:,} are NULs or "
+            "invalid, as in UTF-16 without its mark, in an old encoding or in a binary file; "
+            "convert it (iconv -t utf-8), or leave it out"
+        )
 
 
 def read_batches(files, counts, faults):
     """Yield lists of (text, opens, closes), about 1 MB each, of valid Unicode; count and report."""
     batch, size = [], 0
     for path in files:
-        bytes_before = counts["bytes"]
+        bytes_before, n_chars, n_bad = counts["bytes"], 0, 0
         for (text, opens, closes), position in read_pieces(path):
             counts["bytes"] = bytes_before + position
-            if not isinstance(text, str) or (opens and closes and not text):
-                faults["skipped"].append(path)
+            if not isinstance(text, str):
+                faults["damaged" if text is DAMAGED else "missing"].append(path)
                 continue
-            if SURROGATE.search(text):
+            if opens and closes and not text:
+                faults["empty"].append(path)
+                continue
+            text, n = NO_TEXT.subn("\ufffd", text)
+            n_chars, n_bad = n_chars + len(text), n_bad + n
+            if n:
                 faults["repaired"].append(path)
-                text = SURROGATE.sub("\ufffd", text)
             counts["documents"] += opens
             batch.append((text, opens, closes))
             size += len(text)
             if size >= BLOCK_CHARS:
                 yield batch
                 batch, size = [], 0
+        check_share(path, n_chars, n_bad)  # nothing is published yet
         counts["files"] += 1
     if batch:
         yield batch
@@ -302,8 +375,12 @@ def publish_folder(out):
             )
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        yield partial
-        partial.rename(out)
+        try:
+            yield partial
+            partial.rename(out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
+            raise
 
 
 def tokenize_corpus(files, tokenizer, out, *, n_workers=None):
@@ -316,7 +393,7 @@ def tokenize_corpus(files, tokenizer, out, *, n_workers=None):
     Raises:  ValueError for an unreadable file or no text at all; FileExistsError if `out` exists.
     """
     digest, shards = hashlib.sha256(), []
-    counts, faults = Counter(), {"skipped": [], "repaired": []}
+    counts, faults = Counter(), {kind: [] for kind in FAULTS}
     with publish_folder(Path(out)) as partial:
         batches = read_batches(files, counts, faults)
         arrays = encode_in_order(batches, tokenizer, n_workers or os.cpu_count())
@@ -327,9 +404,10 @@ def tokenize_corpus(files, tokenizer, out, *, n_workers=None):
             np.save(partial / shards[-1]["file"], shard)
             digest.update(shard)
         if not shards:
+            n = sum(map(len, faults.values()))
             raise ValueError(
-                f"--data {files[0]} and {len(files) - 1} more: none of {len(faults['skipped'])} "
-                'documents, lines or rows has text: give others, or name the JSON field "text"'
+                f"--data {files[0]} and {len(files) - 1} more: none of {n} documents, lines or "
+                'rows has text: give others, or name the JSON field "text"'
             )
         index = {
             "tokenizer_fingerprint": tokenizer.fingerprint,
@@ -343,8 +421,8 @@ def tokenize_corpus(files, tokenizer, out, *, n_workers=None):
         (partial / "index.json").write_text(json.dumps(index, indent=1))
     for kind, paths in faults.items():
         if paths:
-            why = {"skipped": "missing or empty", "repaired": "invalid Unicode, now U+FFFD"}[kind]
-            print(f"{len(paths):,} texts {kind} ({why}), first in {paths[0]}", file=sys.stderr)
+            why = f"{len(paths):,} texts {kind} ({FAULTS[kind]}), first in {paths[0]}"
+            print(why, file=sys.stderr)
     return index
 
 
@@ -413,25 +491,50 @@ def open_tokens(data, tokenizer_spec, *, data_cache, is_builder):
             )
         return tokens
     files = find_texts(data)
-    # the standard library is the same on every node, except for when it was installed
-    stats = [(f.name, f.stat().st_size, data and f.stat().st_mtime_ns) for f in files]
-    key = hashlib.sha256(repr((tokenizer.fingerprint, stats)).encode()).hexdigest()[:16]
-    folder = Path(data_cache) / f"tokens-{key}"
     packed = (".gz", ".parquet")  # to a third, roughly
     n_bytes = sum(f.stat().st_size * (3 if f.suffix in packed else 1) for f in files)
-    if n_bytes > 2e9 and not folder.is_dir():
+    if n_bytes > 2e9:
         raise ValueError(
             f"--data {data} is about {n_bytes / 1e9:.1f} GB of text, above the 2 GB that one rank "
             "tokenises while the others wait: run "
             f"`python data.py --data '{data}' --tokenizer {tokenizer_spec} --out tokens` ahead, "
             "then give --data tokens"
         )
+    key = content_key(files, tokenizer, Path(data_cache), is_builder=is_builder)
+    folder = Path(data_cache) / f"tokens-{key}"
     if is_builder and not folder.is_dir():
+        if choice := describe_choice(data, files):
+            print(choice, file=sys.stderr)
         with contextlib.suppress(FileExistsError):  # another run made it while this one waited
             tokenize_corpus(files, tokenizer, folder)
     while not is_builder and not folder.is_dir():
         time.sleep(0.2)
     return TokenShards(folder)
+
+
+def content_key(files, tokenizer, data_cache, *, is_builder):
+    """What these bytes make with this tokenizer is called: 16 hex digits.
+
+    The builder hashes all bytes, once for files that stay as they are: the answer is noted under
+    their inodes, sizes and times, of which one (ctime) nobody can set back. The others wait for it.
+    """
+    stats = [(str(f), s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+             for f in files for s in [f.stat()]]  # fmt: skip
+    state = hashlib.sha256(repr((tokenizer.fingerprint, stats)).encode()).hexdigest()[:16]
+    note = data_cache / f"content-{state}"
+    if is_builder and not note.exists():
+        digest = hashlib.sha256(tokenizer.fingerprint.encode())
+        for path in files:
+            with open(path, "rb") as file:
+                of_file = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(f"{path.suffixes[-2:]} {of_file}".encode())
+        data_cache.mkdir(parents=True, exist_ok=True)
+        unfinished = note.with_name(f"{note.name}.{os.getpid()}")
+        unfinished.write_text(digest.hexdigest()[:16])
+        unfinished.rename(note)
+    while not note.exists():
+        time.sleep(0.2)
+    return note.read_text()
 
 
 def check_tokens(tokens, *, source, tokenizer, vocab_size, seq_len, needed):
@@ -600,6 +703,8 @@ def main():
     args = parser.parse_args()
     try:
         files, tokenizer = find_texts(args.data), load_tokenizer(args.tokenizer)
+        if choice := describe_choice(args.data, files):
+            print(choice, file=sys.stderr)
         index = tokenize_corpus(files, tokenizer, args.out)
     except (OSError, ValueError) as error:
         sys.exit(f"data.py: {error}")

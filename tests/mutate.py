@@ -62,6 +62,10 @@ SLIPS = [
      "test_watch.py::test_metrics_have_the_documented_keys"),
     ("the learning rate stays the first one", "train.py", 'group["lr"] = lr', "pass",
      "test_train.py::test_a_run_holds_its_folder_and_collects_no_garbage_and_notices_hangs_soon"),
+    ("the global batch forgets replicas", "train.py",
+     "args.global_batch_size = args.local_batch_size * args.dp_replicate * args.dp_shard",
+     "args.global_batch_size = args.local_batch_size * args.dp_shard",
+     "test_train.py::test_what_is_not_given_follows_from_the_mesh"),
     # what ranks compare
     ("batches are not compared", "watch.py", ', ("batch", data_rank): checksum(inputs)}', "}",
      "test_watch.py::test_ranks_of_one_data_rank_that_read_another_token_are_named"),

@@ -1,6 +1,7 @@
 """data.py: text of any shape becomes one stream of tokens, and a step always gets its windows."""
 
 import base64
+import errno
 import gzip
 import itertools
 import json
@@ -8,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -144,12 +146,128 @@ def test_bad_lines_and_bytes_are_counted_reported_and_survived(tmp_path, capsys)
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, b'{"text": "end"}']))
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfx\xfe\xffy")
     index = tokenize(data.find_texts(tmp_path), tmp_path / "out")
-    assert [index[f"n_{kind}"] for kind in ("documents", "skipped", "repaired")] == [5, 8, 3]
+    kinds = ("documents", "damaged", "missing", "empty", "repaired")
+    assert [index[f"n_{kind}"] for kind in kinds] == [5, 2, 4, 2, 3]
     tokens = data.TokenShards(tmp_path / "out")
     ids = tokens.read(0, tokens.n_tokens)
     assert bytes(ids[ids < 256].tolist()).decode() == "oka\ufffdbc\ufffddendx\ufffd\ufffdy"
     err = capsys.readouterr().err
-    assert "8 texts skipped" in err and "3 texts repaired" in err and "a.jsonl" in err
+    assert "2 texts damaged (no JSON)" in err and "3 texts repaired" in err and "a.jsonl" in err
+
+
+def words_of(path, tmp_path, name="out"):
+    """What the bytes tokenizer makes of a file or folder, as text."""
+    tokenize(data.find_texts(path), tmp_path / name)
+    tokens = data.TokenShards(tmp_path / name)
+    ids = tokens.read(0, tokens.n_tokens)
+    return bytes(ids[ids < 256].tolist()).decode()
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf_16_with_its_mark_is_decoded(encoding, tmp_path):
+    mark = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}.get(encoding, b"")
+    (tmp_path / "a.txt").write_bytes(mark + "Größe, größer".encode(encoding))
+    lines = '{"text": " und Maß"}\n{"text": "!"}\n'
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(mark + lines.encode(encoding)))
+    assert words_of(tmp_path, tmp_path) == "Größe, größer und Maß!"
+
+
+TEXT = "Der Text, um den es geht, и другой текст. " * 20
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        TEXT.encode("utf-16-le"),
+        TEXT.encode("utf-16-be"),
+        TEXT.encode("utf-32-le"),
+        ("другой текст " * 50).encode("cp1251"),
+        ("日本語の文章です。" * 50).encode("shift_jis"),
+        bytes(range(256)) * 4,
+    ],
+)
+@pytest.mark.parametrize("name", ["a.txt", "b/c.py"])
+def test_other_encodings_and_binary_files_are_refused_by_name(content, name, tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"--data .*{name} is no text in UTF-8: of [\d,]+ chara"):
+        words_of(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new/out").exists()
+
+
+def test_a_few_wrong_bytes_in_a_long_text_are_repaired_in_any_kind_of_file(tmp_path):
+    good = "a long text " * 20
+    (tmp_path / "a.txt").write_bytes(good.encode() + b"\xe9\x00")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "' + good.encode() + b'\xe9\\u0000"}\n')
+    assert words_of(tmp_path, tmp_path) == 2 * (good + "\ufffd\ufffd")
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "large_binary"])
+def test_a_parquet_column_is_read_as_other_files_are(kind, tmp_path):
+    """Strings or bytes, valid or not: one policy. Rows without text are counted."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [b"one long enough text", None, b"", b"a wrong byte \xe9 in another"]
+    array = pyarrow.array(rows, pyarrow.large_binary()).view(pyarrow.large_binary())
+    array = array.cast(pyarrow.binary()) if not kind.startswith("large") else array
+    column = array.view(getattr(pyarrow, kind)()) if "string" in kind else array
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    index = tokenize(data.find_texts(tmp_path), tmp_path / "out")
+    kinds = ("documents", "damaged", "missing", "empty", "repaired")
+    assert [index[f"n_{kind}"] for kind in kinds] == [2, 0, 1, 1, 1]
+
+
+def test_links_add_no_second_copy_and_what_is_left_out_is_said(tmp_path, capsys):
+    (tmp_path / "c/sub").mkdir(parents=True)
+    for name, text in (("a.jsonl", '{"text": "a"}'), ("sub/b.jsonl", '{"text": "b"}')):
+        (tmp_path / "c" / name).write_text(text)
+    (tmp_path / "c/LICENSE.txt").write_text("c")
+    for name in ("d.JSONL", "e.json", "f.zst", "g.zst"):
+        (tmp_path / "c" / name).write_text("x")
+    (tmp_path / "c/self").symlink_to(".")
+    (tmp_path / "c/sub/up").symlink_to("..")
+    (tmp_path / "c/z-again.jsonl").symlink_to("a.jsonl")
+    os.link(tmp_path / "c/a.jsonl", tmp_path / "c/z-hard.jsonl")
+    (tmp_path / "c/gone.jsonl").symlink_to("nowhere")
+    texts = data.find_texts(tmp_path / "c")
+    assert [path.name for path in texts] == ["LICENSE.txt", "a.jsonl", "b.jsonl"]
+    data.open_tokens(tmp_path / "c", "bytes", data_cache=tmp_path / "cache", is_builder=True)
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "read are" in line]
+    assert said.endswith(
+        "read are 2 .jsonl, 1 .txt; left out are 1 .JSONL, 1 .json, 2 .zst, 1 broken links"
+    )
+    assert data.describe_choice(tmp_path / "c/sub/b.jsonl", [tmp_path / "c/sub/b.jsonl"]) is None
+
+
+def test_the_content_of_text_decides_whose_tokens_they_are(tmp_path):
+    """Same names, sizes and times; a file edited in place with its time kept; copies."""
+    cache = {"data_cache": tmp_path / "cache", "is_builder": True}
+
+    def opened(name):
+        tokens = data.open_tokens(tmp_path / name, "bytes", **cache)
+        return tokens.read(1, 1).item()
+
+    for name, letter in (("en", "a"), ("de", "b"), ("copy", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part.txt").write_text(letter * 5000)
+        os.utime(tmp_path / name / "part.txt", (1_700_000_000, 1_700_000_000))
+    assert [opened(name) for name in ("en", "de", "copy")] == [ord("a"), ord("b"), ord("a")]
+    assert len(list((tmp_path / "cache").glob("tokens-*"))) == 2, "a copy has the same tokens"
+    time.sleep(0.02)  # a tick of the file system's clock
+    with open(tmp_path / "en/part.txt", "r+") as file:
+        file.write("c")
+    os.utime(tmp_path / "en/part.txt", (1_700_000_000, 1_700_000_000))
+    assert opened("en") == ord("c")
+
+
+def test_a_full_disk_leaves_nothing_of_an_unfinished_folder(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        tokenize([tmp_path / "a.txt"], tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", ".out.lock"}
 
 
 def test_long_files_are_read_in_blocks_and_come_out_whole(tmp_path, monkeypatch):

@@ -571,6 +571,28 @@ def test_flags_that_cannot_work_are_refused_before_any_rank_waits(world_size, fl
     assert re.search(message, str(error.value)), error.value
 
 
+@pytest.mark.parametrize(
+    "ranks, flags, dp_shard, local, whole",
+    [
+        (1, "", 1, 4, 4),
+        (4, "--dp-replicate 2", 2, 4, 16),
+        (8, "--dp-replicate 2 --tp 2", 2, 4, 16),
+        (4, "--cp 2", 2, 4, 8),
+        (8, "--pp 8 --model 8b", 1, 8, 8),  # 1F1B: a microbatch for each stage
+        (4, "--pp 4 --pp-schedule LoopedBFS --microbatch-size 2 --model 8b", 1, 16, 16),
+        (4, "--local-batch-size 3 --global-batch-size 24", 4, 3, 24),
+    ],
+)
+def test_what_is_not_given_follows_from_the_mesh(ranks, flags, dp_shard, local, whole):
+    args, _ = train.read_flags(flags.split(), CPU, ranks)
+    assert (args.dp_shard, args.local_batch_size, args.global_batch_size) == (
+        dp_shard, local, whole,
+    )  # fmt: skip
+    assert args.param_dtype == "fp32"
+    gpu = train.Hardware("cuda", (9, 0), 8, None)
+    assert train.read_flags(flags.split(), gpu, ranks)[0].param_dtype == "bf16"
+
+
 MOOT = {  # a setting that would do nothing -> what the refusal says is missing
     "--val-data text": "--val-every is 0",
     "--val-steps 3": "--val-every is 0",
