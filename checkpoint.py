@@ -198,6 +198,9 @@ def hold_folder(folder):
                 f"--out {folder} is in use by another run: two must not write into one folder: "
                 "wait until it ends, or give another --out"
             ) from None
+        except OSError as error:  # some file systems of clusters have no locks
+            warning = f"WARNING: {folder} cannot be locked ({error}): let no other run write there"
+            print(warning, file=sys.stderr, flush=True)
         yield
 
 
@@ -284,20 +287,28 @@ def fsync_path(path):
         os.close(descriptor)
 
 
-def apply_retention(folder, *, keep_latest, protected_step):
+def apply_retention(folder, *, keep_latest, protected_step, told):
     """Delete published checkpoints but the newest `keep_latest` (0: keep all), and leftovers.
 
     A doomed one loses its name first: a deletion that is killed half-way leaves nothing that looks
-    whole. `protected_step` (the one resumed from) stays.
+    whole. `protected_step` (the one resumed from) stays. What cannot be deleted is tried again next
+    time, and told of once: `told` are the paths that were.
     """
+
+    def attempt(delete, path):
+        try:
+            delete(path)
+        except OSError as error:
+            if path not in told:
+                told.add(path)
+                print(f"WARNING: {path} cannot be deleted ({error})", file=sys.stderr, flush=True)
+
     steps = list_checkpoints(folder)
-    surplus = steps[:-keep_latest] if keep_latest else []
-    for step in surplus:
+    for step in steps[:-keep_latest] if keep_latest else []:
         if step != protected_step:
-            path = checkpoint_path(folder, step)
-            path.rename(f"{path}.tmp-deleted")
+            attempt(lambda path: path.rename(f"{path}.tmp-deleted"), checkpoint_path(folder, step))
     for name in unpublished(folder):
-        shutil.rmtree(Path(folder) / name)
+        attempt(shutil.rmtree, Path(folder) / name)
 
 
 class PublishingWriter(dcp.FileSystemWriter):
@@ -314,7 +325,10 @@ class PublishingWriter(dcp.FileSystemWriter):
         self.retention = retention  # keyword arguments of apply_retention
 
     def finish(self, metadata, results):
-        """On rank 0, once every rank's file is on disk: write the rest, rename, prune."""
+        """On rank 0, once every rank's file is on disk: write the rest, rename, prune.
+
+        From the rename on the save is a success, whatever becomes of the pruning.
+        """
         files = {write.storage_data.relative_path for rank in results for write in rank}
         unseen = sorted(name for name in files if not (self.path / name).exists())
         if unseen:
@@ -380,6 +394,7 @@ class Checkpointer:
         assert mode in ("async", "sync"), f"unknown mode {mode}"
         self.folder, self.mode = Path(folder), mode
         self.retention = {"keep_latest": keep_latest, "protected_step": protected_step}
+        self.retention["told"] = set()
         # its own group: the thread's messages must not mix with those of training, nor need a GPU.
         # gloo's 30 minutes bound the time from the first rank's end of writing to the last one's.
         self.group = dist.new_group(backend="gloo")
@@ -522,13 +537,25 @@ def find_checkpoint(flag, path) -> Path:
     )
 
 
+def weight_files(folder):
+    """The files of a Hugging Face folder that its index names; without one model.safetensors."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        return [str(folder / name) for name in sorted({*read_json(index)["weight_map"].values()})]
+    if single.is_file():
+        return [str(single)]
+    there = ", ".join(sorted(path.name for path in folder.iterdir())[:8])
+    raise ValueError(f"no {single.name} and no {index.name} says which files count; there: {there}")
+
+
 def open_checkpoint(path):
     """({key: shape} stored, read(state): fills tensors by key), of ours or a Hugging Face folder.
 
     Costs:   each rank reads the slices it holds, one at a time in host memory.
     """
     if (path / "config.json").is_file():
-        reader = dcp.HuggingFaceStorageReader(path)
+        reader, files = dcp.HuggingFaceStorageReader(path), weight_files(path)
+        reader.fs.ls = lambda _: files  # DCP's own would take every .safetensors that lies there
         metadata = reader.read_metadata()
     else:
         reader = dcp.FileSystemReader(path)

@@ -367,8 +367,9 @@ def publish_folder(out):
     partial = Path(f"{out}.partial")
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(out.with_name(f".{out.name}.lock"), "w") as lock:
-        # waits for another process that writes `out`; falls with that, however it ends
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # some file systems of clusters have no locks
+            # waits for another process that writes `out`; falls with that, however it ends
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if out.exists():
             raise FileExistsError(
                 f"--out {out} exists, and shards are never overwritten: give another, or remove it"

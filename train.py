@@ -349,6 +349,7 @@ def is_due(step, every):
 
 def main(argv=None):
     """Flags and data, checked before any rank waits for another; then the run."""
+    sys.stdout = watch.LastingConsole(sys.stdout)
     hardware, is_main = find_hardware(), from_torchrun("RANK") == 0
     args, config = read_flags(argv, hardware, from_torchrun("WORLD_SIZE"))
     tokens, val_tokens = open_texts(args, config)
@@ -379,6 +380,8 @@ def pretrain(args, config, device, *, tokens, val_tokens):
         epochs = args.steps * args.global_batch_size / tokens.n_windows(args.seq_len)
         seen = f"{tokens.n_tokens:,} tokens; {args.steps} steps are {epochs:.2f} epochs"
         place = f"on {device.type}"
+        if val_tokens and val_tokens.fingerprint == tokens.fingerprint:
+            seen += "\n--val-data holds the same tokens, and tells nothing of other text"
         watch.print_pairs([*describe_job(args, job, place), ("data", seen), *describe_moot(args)])
     job = start(args, job)
     load(job, out / "checkpoints", done, init_from=args.init_from)
@@ -476,7 +479,7 @@ def pretrain(args, config, device, *, tokens, val_tokens):
                 watch.shorten_timeouts(args.timeout_s, but=checkpointer and checkpointer.group)
             if profiler:
                 profiler.step()
-    except watch.TrainingError:
+    except Exception:
         if checkpointer:
             with suppress(checkpoint.CheckpointError):
                 checkpointer.close()  # the last good step may still be on its way to the disk

@@ -36,6 +36,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -197,6 +198,39 @@ def step_of(row):
         return math.inf
 
 
+def try_to_write(what, write, told):
+    """Call `write`. A log that cannot be written is told of once, and training goes on."""
+    try:
+        write()
+    except OSError as error:
+        if what not in told:
+            told.add(what)
+            warning = f"WARNING: {what} cannot be written ({error}); training goes on"
+            print(warning, file=sys.stderr, flush=True)
+
+
+class LastingConsole:
+    """Stands in for sys.stdout: when nobody reads it any more, the rest of it goes nowhere."""
+
+    def __init__(self, stream):
+        self.stream, self.told = stream, set()
+
+    def write(self, text):
+        """As of any text stream."""
+        try_to_write("this text", lambda: self.stream.write(text), {"this text"})
+        return len(text)
+
+    def flush(self):
+        """As of any text stream."""
+        before = len(self.told)
+        try_to_write("the console", self.stream.flush, self.told)
+        if len(self.told) > before:  # what is left in its buffer would fail at the end of Python
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
 class Metrics:
     """Rank 0's console line, OUT/metrics.jsonl and, if asked for, TensorBoard.
 
@@ -213,19 +247,25 @@ class Metrics:
         self.device, self.is_main = device, dist.get_rank() == 0
         first_step, self.last_step = steps
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
-        self.peak_tflops, self.tensorboard = peak_tflops, None
+        self.peak_tflops, self.tensorboard, self.told = peak_tflops, None, set()
+        self.path, self.file = out / "metrics.jsonl", None
         self.start_interval(first_step - 1)
         if self.is_main:
-            path = out / "metrics.jsonl"
-            rows = path.read_text().splitlines(keepends=True) if path.exists() else []
-            kept = [row for row in rows if step_of(row) < first_step]
-            if kept != rows:
-                path.write_text("".join(kept))
-            self.file = open(path, "a")
+            try_to_write(self.path, lambda: self.open_file(first_step), self.told)
         if self.is_main and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.tensorboard = SummaryWriter(out / "tensorboard", purge_step=first_step)
+
+    def open_file(self, first_step):
+        """Continue the file: what is dropped of it goes by a new one that takes its name whole."""
+        rows = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        kept = [row for row in rows if step_of(row) < first_step]
+        if kept != rows:
+            new = self.path.with_suffix(".new")
+            new.write_text("".join(kept))
+            new.rename(self.path)
+        self.file = open(self.path, "a")
 
     def start_interval(self, step):
         """Rates count from here."""
@@ -260,8 +300,7 @@ class Metrics:
 
     def write(self, row, *, seconds_left):
         """One row to the file, the console and TensorBoard."""
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        try_to_write(self.path, lambda: self.append(json.dumps(row) + "\n"), self.told)
         width = len(str(self.last_step))
         print(
             f"step {row['step']:>{width}}/{self.last_step}  loss {row['loss']:.4f}  "
@@ -274,16 +313,23 @@ class Metrics:
             + f"  {timedelta(seconds=round(seconds_left))} left",
             flush=True,
         )
-        for key, value in row.items():
-            if self.tensorboard and value is not None and key != "step":
-                self.tensorboard.add_scalar(key, value, row["step"])
+        for key, value in row.items() if self.tensorboard else ():
+            if value is not None and key != "step":
+                add = partial(self.tensorboard.add_scalar, key, value, row["step"])
+                try_to_write("OUT/tensorboard", add, self.told)
+
+    def append(self, text):
+        """To the file; what an earlier failure has left in its buffer comes first."""
+        if self.file:
+            self.file.write(text)
+            self.file.flush()
 
     def close(self):
         """Close the files."""
-        if self.is_main:
-            self.file.close()
+        if self.file:
+            try_to_write(self.path, self.file.close, self.told)
         if self.tensorboard:
-            self.tensorboard.close()
+            try_to_write("OUT/tensorboard", self.tensorboard.close, self.told)
 
 
 def print_pairs(pairs):
@@ -323,7 +369,9 @@ def start_profiler(folder, profile_steps, done):
         schedule=torch.profiler.schedule(
             wait=max(0, first - done - 1), warmup=0, active=max(1, last - first + 1), repeat=1
         ),
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        on_trace_ready=lambda profiler: try_to_write(
+            path, partial(profiler.export_chrome_trace, str(path)), set()
+        ),
     )
     profiler.start()
     return profiler
@@ -374,9 +422,11 @@ def shorten_timeouts(timeout_s, but):
 
 
 def catch_signals():
-    """From now on SIGTERM, SIGUSR1 and a first Ctrl-C end the run after a step; lists those caught.
+    """From now on signals that mean "end soon" end the run after a step; lists those that came.
 
-    A second Ctrl-C interrupts at once.
+    They are SIGTERM, SIGUSR1 and SIGUSR2 (of schedulers), SIGHUP (a closed terminal; where it was
+    ignored from the start, as under nohup, it stays so) and a first Ctrl-C. A second Ctrl-C
+    interrupts at once.
     """
     came = []
     arrived, told = socket.socketpair()
@@ -392,7 +442,10 @@ def catch_signals():
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         signal.signal(number, handle)
     threading.Thread(target=watch, daemon=True).start()
     return came

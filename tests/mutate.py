@@ -66,6 +66,13 @@ SLIPS = [
      "args.global_batch_size = args.local_batch_size * args.dp_replicate * args.dp_shard",
      "args.global_batch_size = args.local_batch_size * args.dp_shard",
      "test_train.py::test_what_is_not_given_follows_from_the_mesh"),
+    ("weights ignore --seed", "train.py",
+     "config=job.config, seed=args.seed, device=weight_device",
+     "config=job.config, seed=0, device=weight_device",
+     "test_train.py::test_the_program_trains_as_the_plainest_loop"),
+    ("the order of the data ignores --seed", "train.py",
+     "seq_len=args.seq_len, seed=args.seed)", "seq_len=args.seq_len, seed=0)",
+     "test_train.py::test_the_program_trains_as_the_plainest_loop"),
     # what ranks compare
     ("batches are not compared", "watch.py", ', ("batch", data_rank): checksum(inputs)}', "}",
      "test_watch.py::test_ranks_of_one_data_rank_that_read_another_token_are_named"),

@@ -173,6 +173,50 @@ def check_loads(folder, step, mesh_name="one process", config=CONFIG):
     return check_holds(parts, optimizer, step, shapes_of(config))
 
 
+def check_retention_is_a_side_matter(folder):
+    """A user's file and link under a leftover's name, and a folder that NFS does not let go yet."""
+    for name in ("step-00000009.tmp-note", "elsewhere"):
+        (folder / name).write_text("keep me")
+    (folder / "step-00000008.tmp-link").symlink_to(folder / "elsewhere")
+    (folder / "step-00000007.tmp-busy").mkdir()
+    rmtree, busy = shutil.rmtree, [True]
+
+    def rmtree_or_not(path, *args, **options):
+        if "busy" in str(path) and busy[0]:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        return rmtree(path, *args, **options)
+
+    checkpoint.shutil.rmtree = rmtree_or_not  # in this forked rank only
+    parts, _ = build("one process")
+    optimizer = build_optimizer(parts)
+    saver = checkpoint.Checkpointer(folder, mode="sync", keep_latest=1)
+    for step in (1, 2, 3):
+        saver.save(step, parts, optimizer, {"step": step})  # raises nothing
+        busy[0] = step < 2
+    saver.close()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_cannot_be_deleted_is_told_once_and_no_save_fails_for_it(tmp_path, capfd):
+    (names,) = run_ranks(1, check_retention_is_a_side_matter, tmp_path)
+    assert names == [
+        "elsewhere", "step-00000003", "step-00000008.tmp-link", "step-00000009.tmp-note",
+    ]  # fmt: skip
+    err = capfd.readouterr().err
+    for name in ("00000007.tmp-busy", "00000008.tmp-link", "00000009.tmp-note"):
+        assert err.count(f"{name} cannot be deleted") == 1, err
+
+
+@pytest.mark.parametrize("reason", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys, reason):
+    def no_locks(*_):
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(checkpoint.fcntl, "flock", no_locks)
+    with checkpoint.hold_folder(tmp_path / "run"):
+        assert "run cannot be locked" in capsys.readouterr().err
+
+
 def fake_checkpoint(folder, step):
     path = checkpoint.checkpoint_path(folder, step)
     path.mkdir(parents=True)

@@ -146,10 +146,15 @@ def write_folder(folder, config, weights, n_files=3):
     safetensors = pytest.importorskip("safetensors.torch")
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config_json(config)))
-    names = list(weights)
+    names, weight_map = list(weights), {}
     for i in range(n_files):
+        file = f"model-{i + 1}-of-{n_files}.safetensors" if n_files > 1 else "model.safetensors"
         part = {name: weights[name].bfloat16() for name in names[i::n_files]}
-        safetensors.save_file(part, folder / f"model-{i + 1}-of-{n_files}.safetensors")
+        safetensors.save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    if n_files > 1:
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def read_folder(folder):
@@ -275,6 +280,27 @@ def test_a_tied_folder_is_read_and_its_extras_are_ignored(tmp_path, mesh_name):
     for names, logits in run_ranks(n_ranks(mesh_name), load_and_compare, *args):
         assert "output.weight" not in names
         assert torch.allclose(logits, plain_llama(weights, TIED, TOKENS), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("n_files", [1, 3])
+def test_only_the_files_that_the_folder_names_are_read(tmp_path, n_files):
+    """Zeros under the same names beside them: before and after in the alphabet, and an adapter."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    weights = random_llama(CONFIG)
+    write_folder(tmp_path / "hf", CONFIG, weights, n_files)
+    zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for name in ("a", "consolidated.00", "z", "adapter_model"):
+        safetensors.save_file(zeros, tmp_path / f"hf/{name}.safetensors")
+    (_, logits), = run_ranks(1, load_and_compare, tmp_path / "hf", CONFIG, "one process")
+    assert torch.allclose(logits, plain_llama(weights, CONFIG, TOKENS), rtol=1e-5, atol=1e-4)
+
+
+def test_a_folder_that_does_not_say_which_files_count_is_refused(tmp_path):
+    write_folder(tmp_path / "hf", CONFIG, random_llama(CONFIG))
+    (tmp_path / "hf/model.safetensors.index.json").unlink()
+    (text,), _ = run_ranks(2, load_refused, [tmp_path / "hf"], CONFIG)
+    assert "no model.safetensors and no model.safetensors.index.json says which files" in text
+    assert "there: config.json, model-1-of-3.safetensors" in text
 
 
 def check_only_own_slices(folder):
@@ -415,7 +441,7 @@ def test_other_weights_or_unreadable_files_are_refused_alike_on_every_rank(tmp_p
         "extra": "model.layers.1.self_attn.q_proj.bias is (24,) there and absent in this run)",
         "shape": "model.layers.1.self_attn.q_proj.weight is (24, 25) there and (24, 24) in this",
         "cut": "(SafetensorError: ",
-        "gone": "is absent there and ",
+        "gone": "model-2-of-3.safetensors",
     }
     for how in words:
         spoil(tmp_path / how, how)

@@ -1,5 +1,6 @@
 """watch.py: what a run writes, what ranks compare, and how it ends."""
 
+import errno
 import json
 import math
 import os
@@ -181,6 +182,83 @@ def test_the_numbers_of_a_row_are_those_of_the_steps_since_the_last(tmp_path, ca
     assert printed[1].endswith("val 2.2500  0:00:05 left") and len(printed) == 2, "rank 0 alone"
 
 
+def resume_on_a_full_disk(folder):
+    """Rows after the resumed step are to be dropped, but nothing new can be written."""
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    watch.Path.write_text = full  # in this forked rank only
+    options = {"tokens_per_step": 1, "flops_per_token": 1, "peak_tflops": None}
+    watch.Metrics(folder, torch.device("cpu"), steps=(3, 9), tensorboard=False, **options).close()
+
+
+def test_the_history_of_a_run_outlives_a_resume_on_a_full_disk(tmp_path, capfd):
+    rows = "".join(json.dumps({"step": step}) + "\n" for step in range(1, 6))
+    (tmp_path / "metrics.jsonl").write_text(rows)
+    run_ranks(1, resume_on_a_full_disk, tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == rows
+    assert "metrics.jsonl cannot be written ([Errno 28]" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["nobody reads", "full"])
+def test_a_console_that_cannot_be_written_to_is_told_once(kind, capfd):
+    if kind == "full":
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, descriptor = os.pipe()
+        os.close(reader)
+    console = watch.LastingConsole(open(descriptor, "w"))
+    for text in ("one", "two", "three"):
+        print(text, file=console, flush=True)
+    console.close()
+    assert capfd.readouterr().err.count("WARNING: the console cannot be written") == 1
+
+
+def break_all_logs(rank):
+    """In a forked rank: standard output leads to a full disk, and so do the rows of metrics."""
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    original, calls = watch.Metrics.append, []
+
+    def append(self, text):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(self, text)
+
+    watch.Metrics.append = append
+
+
+def test_logs_that_cannot_be_written_do_not_end_the_training(folder):
+    flags = f"{TINY} --steps 4 --checkpoint-every 2 --out logless"
+    codes, outputs = run_program(1, flags, cwd=folder, before=break_all_logs)
+    assert codes == [0], outputs
+    assert outputs[0].count("WARNING: the console cannot be written") == 1
+    assert outputs[0].count("metrics.jsonl cannot be written") == 1
+    assert checkpoint.list_checkpoints(folder / "logless/checkpoints") == [2, 4]
+    assert [row["step"] for row in metrics_of(folder, "logless")] == [1, 3, 4]
+
+
+def fail_while_a_save_is_written(rank):
+    """In a forked rank: a bug in step 4, while the checkpoint of step 3 is on its slow way."""
+    signal_during(WRITER, "write_data", 1, signal.SIGUSR1, pause_s=1)(1)  # the pause is what counts
+    original, calls = train.forward_backward, []
+
+    def forward_backward(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("a bug")
+        return original(*args)
+
+    train.forward_backward = forward_backward
+
+
+def test_whatever_ends_the_loop_the_save_on_its_way_is_waited_for(folder):
+    flags = f"{TINY} --steps 9 --checkpoint-every 3 --out bug"
+    codes, outputs = run_program(1, flags, cwd=folder, before=fail_while_a_save_is_written)
+    assert codes == [1] and "RuntimeError: a bug" in outputs[0]
+    assert checkpoint.list_checkpoints(folder / "bug/checkpoints") == [3]
+
+
 def wait_under_a_short_timeout():
     """Rank 1 comes 2 s late to a collective of a checkpoint's group, and to one of training."""
     group = dist.new_group(backend="gloo")
@@ -325,6 +403,8 @@ def signal_twice(rank):
         # one to stop, and one while the save that this brings is written
         ("second", "--checkpoint-every 50", signal_twice, 2),
         ("ctrl-c", "", signal_during("train", "forward_backward", 3, signal.SIGINT), 3),
+        ("hangup", "", signal_during("train", "forward_backward", 3, signal.SIGHUP), 3),
+        ("usr2", "", signal_during("train", "forward_backward", 3, signal.SIGUSR2), 3),
     ],
 )
 def test_a_signal_at_any_moment_ends_the_run_with_a_checkpoint(
@@ -345,6 +425,19 @@ def test_a_signal_at_any_moment_ends_the_run_with_a_checkpoint(
     # a compiled block sums in another order; SGD keeps the difference that small
     rel = 1e-5 if "--compile" in flags else 0
     assert losses_of(folder, out) == pytest.approx(losses_of(folder, "no-signal"), rel=rel, abs=0)
+
+
+def hangup_under_nohup():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    came = watch.catch_signals()
+    os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    time.sleep(0.2)
+    return came
+
+
+def test_under_nohup_a_hangup_stays_ignored():
+    assert run_ranks(1, hangup_under_nohup) == [["SIGUSR2"]]
 
 
 def interrupt_twice(rank):
