@@ -531,9 +531,10 @@ def find_checkpoint(flag, path) -> Path:
     for folder in (path, path / "checkpoints"):
         if steps := list_checkpoints(folder):
             return checkpoint_path(folder, steps[-1])
+    what = "no folder step-... with .metadata in it, as published checkpoints are"
     raise ValueError(
-        f"{flag} {path} conflicts with what is there: no folder step-... with .metadata in it, as "
-        "published checkpoints are: give one, or the --out of a run that saved one"
+        f"{flag} {path} conflicts with what is there: {what if path.exists() else 'nothing'}: give "
+        "a checkpoint, the --out of a run that saved one, or a Hugging Face folder"
     )
 
 
@@ -665,6 +666,14 @@ def flatten_config(c) -> dict:
     c = LLAMA | {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0} | c
     # transformers 5 keeps the base in the same dictionary as the stretch, 4 beside it
     rope = c.pop("rope_scaling", None) or c.pop("rope_parameters", None) or {}
+    # and before 4.45 it called the kind `type`
+    rope = {"rope_type" if key == "type" else key: value for key, value in rope.items()}
+    # absent or null where they follow from others
+    n_heads = c.get("num_attention_heads")
+    if c.get("num_key_value_heads") is None:
+        c["num_key_value_heads"] = n_heads
+    if c.get("head_dim") is None and n_heads:
+        c["head_dim"] = c.get("hidden_size", 0) // n_heads
     return c | {"rope_scaling": None, "rope_type": "default", "factor": 1.0} | rope
 
 
@@ -684,7 +693,7 @@ def check_init_from(path, config) -> Path:
     else:
         there = config_to_huggingface(read_json(folder / "train.json")["model"])
     here = flatten_config(config_to_huggingface(config))
-    there = {"head_dim": here["head_dim"]} | flatten_config(there)
+    there = flatten_config(there)
     differing = [key for key in here if there.get(key) != here[key]]
     if differing:
         texts = (f"{key} is {there.get(key)} there and {here[key]} here" for key in differing)

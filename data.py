@@ -475,6 +475,25 @@ class TokenShards:
         return tokens
 
 
+def is_shards(folder):
+    """Whether a folder holds token shards, be they damaged, and not another's index.json."""
+    try:
+        index = json.loads((folder / "index.json").read_text())
+    except (OSError, ValueError):
+        index = {}
+    is_ours = isinstance(index, dict) and "tokenizer_fingerprint" in index
+    return is_ours or (folder / "tokens-00000.npy").is_file()
+
+
+def is_whole(folder):
+    """Whether the shards of a folder can be opened."""
+    try:
+        TokenShards(folder)
+    except ValueError:
+        return False
+    return True
+
+
 def open_tokens(data, tokenizer_spec, *, data_cache, is_builder):
     """The tokens that --data names: a folder of shards as it is, text through a cache of shards.
 
@@ -482,7 +501,7 @@ def open_tokens(data, tokenizer_spec, *, data_cache, is_builder):
     now and then: no collective waits, so none can time out.
     """
     tokenizer = load_tokenizer(tokenizer_spec)
-    if data is not None and (Path(data) / "index.json").is_file():
+    if data is not None and is_shards(Path(data)):
         tokens = TokenShards(data)
         if tokens.tokenizer_fingerprint != tokenizer.fingerprint:
             raise ValueError(
@@ -503,12 +522,13 @@ def open_tokens(data, tokenizer_spec, *, data_cache, is_builder):
         )
     key = content_key(files, tokenizer, Path(data_cache), is_builder=is_builder)
     folder = Path(data_cache) / f"tokens-{key}"
-    if is_builder and not folder.is_dir():
+    if is_builder and not is_whole(folder):
+        shutil.rmtree(folder, ignore_errors=True)  # one that was damaged since
         if choice := describe_choice(data, files):
             print(choice, file=sys.stderr)
         with contextlib.suppress(FileExistsError):  # another run made it while this one waited
             tokenize_corpus(files, tokenizer, folder)
-    while not is_builder and not folder.is_dir():
+    while not is_builder and not is_whole(folder):
         time.sleep(0.2)
     return TokenShards(folder)
 

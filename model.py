@@ -88,7 +88,7 @@ def override_config(config, settings):
             raise ValueError(f"--set {setting} names no field of the model: try {', '.join(types)}")
         kind = types[key]
         try:
-            value = {"true": True, "false": False}[text] if kind is bool else kind(text)
+            value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
         except (ValueError, KeyError):
             raise ValueError(
                 f"--set {setting} is not of type {kind.__name__}, as {key} of --model is: try "
@@ -103,6 +103,12 @@ def check_config(config):
     for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
         if (value := getattr(config, name)) < 1:
             raise ValueError(f"--set {name}={value} must be at least 1: try {name}=1")
+    for name in ("norm_eps", "rope_theta", "rope_factor", "rope_original_seq_len"):
+        value = getattr(config, name)
+        if not 0 < value < math.inf:  # NaN is neither
+            raise ValueError(
+                f"--set {name}={value} must be a number greater than 0: leave it out for Llama's"
+            )
     for whole, part, factor in (("dim", "n_heads", 2), ("n_heads", "n_kv_heads", 1)):
         value, unit = getattr(config, whole), getattr(config, part) * factor
         if value % unit:

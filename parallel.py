@@ -83,6 +83,8 @@ Megatron-LM (arXiv 1909.08053); sequence parallelism (arXiv 2205.05198); Llama 3
 """
 
 import math
+import os
+import shutil
 import warnings
 from functools import partial
 
@@ -447,6 +449,16 @@ def inner_block(block):
 
 
 # ---- 5. Regional compile and asynchronous tensor parallelism -----------------------------------
+
+
+def check_compile(device_type):
+    """Raise ValueError if there is no C++ compiler, which the code for a CPU needs."""
+    names = [os.environ.get("CXX") or "c++", "g++", "clang++"]
+    if device_type == "cpu" and not any(map(shutil.which, names)):
+        raise ValueError(
+            f"--compile conflicts with this host, where none of {', '.join(names)} is found: code "
+            "for a CPU goes through a C++ compiler; install one, or leave --compile out"
+        )
 
 
 def apply_compile(stage, *, ac="none", backend="inductor"):

@@ -644,7 +644,7 @@ def parse_args(argv=None):
         "given, one of the first and one of the last pp rank -> simulate.py:default_ranks")
     add("--gpu-memory-gib", type=train.more_than_zero, metavar="GIB",
         help="of one GPU: find what would fit into it -> simulate.py:find_fit")
-    return parser.parse_args(argv)
+    return train.parse_args(argv, parser)
 
 
 def resolve(typed, **changes):

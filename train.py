@@ -37,10 +37,12 @@ import os
 import re
 import shlex
 import sys
+import threading
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
@@ -57,6 +59,7 @@ import pipeline
 import watch
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+N_STATES = {"adamw": 2, "sgd": 0}  # numbers of a parameter that an optimizer keeps
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the mesh, outer to inner
 
 # ---- 1. The job --------------------------------------------------------------------------------
@@ -350,16 +353,17 @@ def is_due(step, every):
 def main(argv=None):
     """Flags and data, checked before any rank waits for another; then the run."""
     sys.stdout = watch.LastingConsole(sys.stdout)
+    check_environment()
     hardware, is_main = find_hardware(), from_torchrun("RANK") == 0
     args, config = read_flags(argv, hardware, from_torchrun("WORLD_SIZE"))
     tokens, val_tokens = open_texts(args, config)
     with checkpoint.hold_folder(args.out) if is_main else nullcontext():
         device = init_distributed(args, hardware)
-        pretrain(args, config, device, tokens=tokens, val_tokens=val_tokens)
+        pretrain(args, config, device, hardware, tokens=tokens, val_tokens=val_tokens)
         dist.destroy_process_group()
 
 
-def pretrain(args, config, device, *, tokens, val_tokens):
+def pretrain(args, config, device, hardware, *, tokens, val_tokens):
     """A run from where its folder stands to its last step, or until it is asked to end."""
     # 1. Whether ranks agree, and whether this run has begun already
     out, is_main = Path(args.out), dist.get_rank() == 0
@@ -368,7 +372,7 @@ def pretrain(args, config, device, *, tokens, val_tokens):
     watch.check_same(vars(args) | texts)
     done, state = choose_checkpoint(out / "checkpoints", args.resume)
     if state:
-        check_resumable(args, tokens, state)
+        check_resumable(args, config, tokens, state)
     if done >= args.steps:
         if is_main:
             print(f"nothing to do: {out} is at step {done}; extend it with --steps {2 * done}")
@@ -383,6 +387,9 @@ def pretrain(args, config, device, *, tokens, val_tokens):
         if val_tokens and val_tokens.fingerprint == tokens.fingerprint:
             seen += "\n--val-data holds the same tokens, and tells nothing of other text"
         watch.print_pairs([*describe_job(args, job, place), ("data", seen), *describe_moot(args)])
+    if not args.ignore_memory:
+        n_numbers = 2 + N_STATES[args.optimizer]  # with its value and its gradient
+        check_fit(job, hardware, n_numbers=n_numbers, on_host=args.cpu_offload)
     job = start(args, job)
     load(job, out / "checkpoints", done, init_from=args.init_from)
     checkpointer = None
@@ -505,16 +512,16 @@ def pretrain(args, config, device, *, tokens, val_tokens):
 
 def run(argv=None):
     """`main`, with what a user can mend told in one line instead of a traceback per rank."""
-    ranks = {"rank": from_torchrun("RANK"), "local_rank": from_torchrun("LOCAL_RANK")}
+    ranks = {"rank": os.environ.get("RANK"), "local_rank": int(os.environ.get("LOCAL_RANK") or 0)}
     try:
         main(argv)
     except (watch.TrainingError, checkpoint.CheckpointError) as error:
         watch.fail(error, **ranks)
     except KeyboardInterrupt:
         lost = "; the steps since the last checkpoint are lost" if dist.is_initialized() else ""
-        watch.fail(f"interrupted{lost}", **ranks)
+        watch.fail(KeyboardInterrupt(f"interrupted{lost}"), **ranks)
     except Exception as error:
-        if isinstance(error, ValueError) and not dist.is_initialized():
+        if isinstance(error, (ValueError, OSError)) and not dist.is_initialized():
             watch.fail(error, **ranks)  # a refusal: flags, data or folders
         watch.dump_flight_record()
         raise
@@ -533,7 +540,10 @@ def open_texts(args, config):
     data.check_tokens(tokens, source=source, needed=args.global_batch_size, **fits)
     if not args.val_data:
         return tokens, None
-    val_tokens = data.open_tokens(args.val_data, args.tokenizer, **cache)
+    try:
+        val_tokens = data.open_tokens(args.val_data, args.tokenizer, **cache)
+    except ValueError as error:  # which speaks of --data
+        raise ValueError(str(error).replace("--data", "--val-data", 1)) from error
     data.check_tokens(val_tokens, source=f"--val-data {args.val_data}", needed=1, **fits)
     return tokens, val_tokens
 
@@ -543,7 +553,7 @@ def describe_job(args, job, place):
     c, seq_len, n_data = job.config, args.seq_len, job.mesh["data"].size()
     whole, local = args.global_batch_size, args.local_batch_size
     n_local = sum(parallel.local_tensor(parameter).numel() for parameter in job.parameters)
-    n_states = {"adamw": 2, "sgd": 0}[args.optimizer]
+    n_numbers = 2 + N_STATES[args.optimizer]
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees_of(args).items())
     pairs = [
         ("model", f"{args.model}: {model.count_parameters(c):,} parameters, {c.n_layers} layers, "
@@ -551,7 +561,7 @@ def describe_job(args, job, place):
         ("ranks", f"{dist.get_world_size()} {place}: {axes}; computes in {args.param_dtype}, sums "
          f"gradients in {args.reduce_dtype}"),
         ("memory", f"{n_local:,} parameters on this rank; with gradients and optimizer states "
-         f"{n_local * 4 * (2 + n_states) / 2**20:,.1f} MiB"),
+         f"{n_local * 4 * n_numbers / 2**20:,.1f} MiB"),
         ("batch", f"{whole} sequences x {seq_len} = {whole * seq_len:,} tokens a step; {n_data} "
          f"data rank(s) x {local} x {whole // (n_data * local)} accumulated"),
     ]  # fmt: skip
@@ -563,6 +573,18 @@ def describe_job(args, job, place):
         )
         pairs.insert(2, ("stages", text))
     return pairs
+
+
+def check_fit(job, hardware, *, n_numbers, on_host):
+    """Raise TrainingError if a rank has no memory for its states, before it asks for any."""
+    n_local = sum(parallel.local_tensor(parameter).numel() for parameter in job.parameters)
+    drawn = max(math.prod(shape) for shape in job.shapes.values())  # whole, one at a time
+    on_gpu = job.device.type == "cuda" and not on_host
+    watch.check_memory(
+        4 * (n_local * n_numbers + drawn),
+        hardware.memory_bytes if on_gpu else watch.free_host_bytes(),
+        1 if on_gpu else from_torchrun("LOCAL_WORLD_SIZE"),
+    )
 
 
 def describe_moot(args):
@@ -611,9 +633,21 @@ def choose_checkpoint(folder, resume):
     return step, state
 
 
-def check_resumable(args, tokens, state):
-    """Raise TrainingError if the data order could not be continued; print what else differs."""
-    flags = state["flags"]
+def check_resumable(args, config, tokens, state):
+    """Raise TrainingError if this run cannot go on from there; print what else differs."""
+    flags, where = state["flags"], f"the checkpoint at step {state['step']} in --out {args.out}"
+
+    def tell(flags, fields):
+        model_first = [f"--model {flags['model']}", f"--optimizer {flags['optimizer']}"]
+        return [*model_first, *(f"--set {key}={value}" for key, value in fields.items())]
+
+    was, now = tell(flags, state["model"]), tell(vars(args), dataclasses.asdict(config))
+    if set(was[1:]) != set(now[1:]):  # the name alone makes no other model
+        there, here = ([x for x in a if x not in b] for a, b in ((was, now), (now, was)))
+        raise watch.TrainingError(
+            f"{where} has {', '.join(there)}, and this run {', '.join(here)}: to go on give the "
+            "former, or start afresh in another --out"
+        )
     for name, was, now in (
         ("--seq-len", flags["seq_len"], args.seq_len),
         ("--seed", flags["seed"], args.seed),
@@ -621,9 +655,8 @@ def check_resumable(args, tokens, state):
     ):
         if was != now:
             raise watch.TrainingError(
-                f"{name} {now} differs from {was} of the checkpoint at step {state['step']} in "
-                f"--out {args.out}: the windows already seen would be counted wrongly; use the old "
-                "value, or start afresh in another --out"
+                f"{name} {now} differs from {was} of {where}: the windows already seen would be "
+                "counted wrongly; use the old value, or start afresh in another --out"
             )
     changed = [
         f"{name} {flags.get(name)} -> {value}"
@@ -689,7 +722,9 @@ def at_least(least, or_else=None):
     return checked(type(least), rule, lambda value: value >= least or value == or_else)
 
 
-more_than_zero = checked(float, "greater than 0: try its default", lambda value: value > 0)
+more_than_zero = checked(
+    float, "a number greater than 0: try its default", lambda value: 0 < value < math.inf
+)
 share = checked(float, "between 0 and 1: try 0.5", lambda value: 0 <= value <= 1)
 ac_choice = checked(
     str,
@@ -714,10 +749,8 @@ def build_parser():
         epilog="@recipes/NAME.args reads flags from a file; in it, # starts a comment. "
         "`python simulate.py --world-size N` takes the same flags and needs no GPU.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        fromfile_prefix_chars="@",
         allow_abbrev=False,
     )
-    parser.convert_arg_line_to_args = lambda line: shlex.split(line, comments=True)
     parser.error = raise_value_error  # printed once like every other refusal, not once per rank
 
     add = parser.add_argument_group("model").add_argument
@@ -808,7 +841,7 @@ def build_parser():
     add("--beta1", type=share, default=0.9, help="of AdamW -> train.py:build_optimizer")
     add("--beta2", type=share, default=0.95, help="of AdamW -> train.py:build_optimizer")
     add("--eps", type=more_than_zero, default=1e-8, help="of AdamW -> train.py:build_optimizer")
-    add("--max-norm", type=more_than_zero, default=1.0,
+    add("--max-norm", type=checked(float, "greater than 0: try 1", lambda x: x > 0), default=1.0,
         help="of all gradients together; larger ones are scaled -> parallel.py:clip_grad_norm")
 
     add = parser.add_argument_group("checkpoint").add_argument
@@ -843,6 +876,8 @@ def build_parser():
         "or more -> watch.py:shorten_timeouts")
     add("--deterministic", action="store_true",
         help="only kernels that repeat bit for bit -> train.py:init_distributed")
+    add("--ignore-memory", action="store_true",
+        help="start although memory seems too small for the states -> train.py:pretrain")
     return parser
 
 
@@ -851,14 +886,48 @@ def raise_value_error(message):
     raise ValueError(re.sub(r"^argument (--\S+): ", r"\1 ", message))
 
 
-def parse_args(argv=None):
-    """The flags as typed, each in its range."""
-    if "--simulate" in (sys.argv if argv is None else argv):
-        raise ValueError(
-            "--simulate is no flag of train.py: a simulation is a program of its own; run `python "
-            "simulate.py` with the same flags and --world-size N"
-        )
-    return build_parser().parse_args(argv)
+def expand_files(argv):
+    """argv with the flags of each @FILE in its place; ValueError names the file and the line."""
+    words = []
+    for word in argv:
+        if not word.startswith("@"):
+            words.append(word)
+            continue
+        try:
+            lines = Path(word[1:]).read_text("utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{word} cannot be read ({error}): @FILE is a text file of flags in UTF-8; try one "
+                "of recipes/*.args"
+            ) from error
+        for n, line in enumerate(lines, start=1):
+            try:
+                words += shlex.split(line, comments=True)
+            except ValueError as error:
+                raise ValueError(f"{word}, line {n} ({line.strip()}): {error}: mend it") from error
+    return words
+
+
+def parse_args(argv=None, parser=None):
+    """The flags as typed, each in its range, of train.py's parser or of one with more flags."""
+    parser, words = parser or build_parser(), expand_files(sys.argv[1:] if argv is None else argv)
+    args, unknown = parser.parse_known_args(words)
+    known = [flag_of(name) for name in vars(args)]
+    for word in unknown:
+        flag = word.split("=")[0]
+        if flag in ("--simulate", "--simulate-rank"):
+            raise ValueError(
+                f"{flag} is no flag of train.py: a simulation is a program of its own; run `python "
+                "simulate.py` with the same flags and --world-size N"
+            )
+        if not flag.startswith("-") and Path(flag).exists():
+            raise ValueError(
+                f"{flag} belongs to no flag: the shell has put file names in a glob's place; quote "
+                "it, as in --data 'c4/*.json.gz'"
+            )
+        near = {"--learning-rate": ["--lr"]}.get(flag) or get_close_matches(flag, known, 3, 0.5)
+        raise ValueError(f"unrecognized argument: {word}: try {' or '.join(near) or '--help'}")
+    return args
 
 
 def resolve_args(args, hardware, world_size):
@@ -947,6 +1016,8 @@ def check_args(args, config, hardware, world_size):
     sizes = {"model": args.model, "seq_len": args.seq_len, "world_size": world_size}
     parallel.check_mesh(degrees, config, **sizes)
     parallel.check_loss_chunks(args.loss_chunks, seq_len=args.seq_len, cp=cp, tp=tp)
+    if args.compile:
+        parallel.check_compile(hardware.device_type)
     if args.async_tp:
         parallel.check_async_tp(tp=tp, compile=args.compile, device_type=hardware.device_type)
     if pp > 1:
@@ -1027,7 +1098,26 @@ def find_hardware():
 
 def from_torchrun(name):
     """torchrun's RANK, LOCAL_RANK, WORLD_SIZE or LOCAL_WORLD_SIZE, or a single process's."""
-    return int(os.environ.get(name, "1" if name.endswith("SIZE") else "0"))
+    text = os.environ.get(name, "1" if name.endswith("SIZE") else "0")
+    if not text.isdecimal():
+        raise ValueError(f"{name}={text!r} in the environment must be a number: unset {name}")
+    return int(text)
+
+
+def check_environment():
+    """Raise ValueError if ranks were started in a way that torchrun does not start them."""
+    tells = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if len(tells) == 1:
+        raise ValueError(
+            f"{' '.join(map('='.join, tells.items()))} alone in the environment starts no job: "
+            "torchrun sets RANK and WORLD_SIZE; start it, or unset the one"
+        )
+    n_tasks = os.environ.get("SLURM_NTASKS", "1") if "SLURM_PROCID" in os.environ else "1"
+    if not tells and n_tasks != "1":
+        raise ValueError(
+            f"srun has started {n_tasks} tasks, and each would be a run of its own: let each start "
+            "torchrun, as recipes/slurm.sh does"
+        )
 
 
 def init_distributed(args, hardware):
@@ -1059,8 +1149,14 @@ def init_distributed(args, hardware):
             "rank": from_torchrun("RANK"),
             "world_size": from_torchrun("WORLD_SIZE"),
         }
+    agent = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    said = f"waiting for {from_torchrun('WORLD_SIZE')} ranks to meet at {agent} ..."
+    waits = threading.Timer(15.0, partial(print, said, file=sys.stderr, flush=True))
+    waits.daemon = True
+    waits.start()
     # gloo beside nccl: offloaded gradients and checkpoints are reduced on the host
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **options)
+    waits.cancel()
     return device
 
 

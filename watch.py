@@ -35,6 +35,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -43,6 +44,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.tensor import DTensor
 
 # What we borrow: names that torch or torchao keep private, and why no public one will do.
@@ -145,6 +147,42 @@ def check_finite(step, stats, weights):
         f"{' and others' if len(names) > 3 else ''}. Try to go on from the last checkpoint with a "
         "lower --lr or --max-norm"
     )
+
+
+def free_host_bytes():
+    """What processes of this host may still take, or None where nothing tells.
+
+    That is the least of what is free and of what a control group (cgroup 2 or 1) has left.
+    """
+    known, cgroup = [], Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError, IndexError):
+        text = Path("/proc/meminfo").read_text()
+        known.append(int(text.split("MemAvailable:")[1].split()[0]) * 1024)
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            known.append(int((cgroup / limit).read_text()) - int((cgroup / used).read_text()))
+    return min(known, default=None)
+
+
+def check_memory(needed_bytes, free_bytes, n_sharing):
+    """Raise TrainingError on all ranks if one of them lacks the memory for its states.
+
+    Args:    free_bytes, of the device, None if not known; n_sharing, ranks that share it.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    share = [] if free_bytes is None else [free_bytes // n_sharing]
+    share += [] if limit == resource.RLIM_INFINITY else [limit]
+    facts = gather((needed_bytes, min(share, default=math.inf)))
+    rank, (needed, there) = max(enumerate(facts), key=lambda fact: fact[1][0] - fact[1][1])
+    if needed > there:
+        raise TrainingError(
+            f"memory: rank {rank} needs {needed:,} bytes for parameters, gradients, optimizer and "
+            f"the largest weight whole while it is drawn, and has {there:,} for itself: take more "
+            "ranks or a smaller --model; --ignore-memory starts all the same"
+        )
 
 
 # ---- 2. Numbers --------------------------------------------------------------------------------
@@ -452,15 +490,17 @@ def catch_signals():
 
 
 def fail(error, *, rank, local_rank):
-    """Print the error once per host and leave with status 1.
+    """Print the error (an exception) once per host and leave with status 1.
 
     torchrun kills all ranks as soon as one exits, so the others wait for that instead of taking the
     message from local rank 0. If nobody comes to kill them, the error was theirs alone.
     """
+    text = str(error)
     if local_rank > 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(10)
-        error = f"rank {rank}: {error}"
-    print(f"error: {error}", file=sys.stderr, flush=True)
+        text = f"rank {rank}: {text}"
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    get_error_handler().record_exception(type(error)(text))  # the last line of torchrun's summary
     sys.stdout.flush()
     os._exit(1)  # without a goodbye to ranks that may be gone, which could hang

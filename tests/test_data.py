@@ -259,6 +259,18 @@ def test_the_content_of_text_decides_whose_tokens_they_are(tmp_path):
     assert opened("en") == ord("c")
 
 
+def test_a_damaged_cache_is_made_again_and_a_foreign_index_is_no_shard(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("some text")
+    (tmp_path / "text/index.json").write_text('{"shards": "of another tool"}')
+    cache = {"data_cache": tmp_path / "cache", "is_builder": True}
+    first = data.open_tokens(tmp_path / "text", "bytes", **cache).fingerprint
+    (shard,) = (tmp_path / "cache").glob("tokens-*/tokens-00000.npy")
+    os.truncate(shard, 10)
+    tokens = data.open_tokens(tmp_path / "text", "bytes", **cache)
+    assert tokens.fingerprint == first and tokens.read(1, 4).tolist() == [*b"some"]
+
+
 def test_a_full_disk_leaves_nothing_of_an_unfinished_folder(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

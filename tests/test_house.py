@@ -161,7 +161,7 @@ def flags_of(parser):
 def all_flags():
     """{group: {dest: help}} of both programs: simulate.py's are train.py's and a group more."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.argparse.ArgumentParser, "parse_args", lambda self, argv: self)
+        patch.setattr(train, "parse_args", lambda argv, parser: parser)
         return flags_of(simulate.parse_args([]))
 
 

@@ -392,6 +392,32 @@ def test_a_model_that_no_shape_tells_apart_is_refused(tmp_path, changes, told):
         accepts(tmp_path, LLAMA_3_1_8B | changes, MODELS["8b"])
 
 
+@pytest.mark.parametrize(
+    "older",
+    [
+        lambda c: c | {"head_dim": None},
+        lambda c: {key: value for key, value in c.items() if key != "head_dim"},
+        lambda c: c | {"rope_scaling": {
+            "type" if key == "rope_type" else key: v for key, v in c["rope_scaling"].items()}},
+    ],
+)  # fmt: skip
+def test_configs_of_other_ages_are_read(tmp_path, older):
+    c = checkpoint.config_to_huggingface(dataclasses.asdict(CONFIG))
+    write_folder(tmp_path / "hf", CONFIG, random_llama(CONFIG))
+    (tmp_path / "hf/config.json").write_text(json.dumps(older(c)))
+    checkpoint.check_init_from(tmp_path / "hf", dataclasses.asdict(CONFIG))
+
+
+def test_a_config_without_kv_heads_means_as_many_as_heads(tmp_path):
+    whole = dataclasses.replace(CONFIG, n_kv_heads=CONFIG.n_heads)
+    c = checkpoint.config_to_huggingface(dataclasses.asdict(whole))
+    del c["num_key_value_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(c))
+    checkpoint.check_init_from(tmp_path, dataclasses.asdict(whole))
+    with pytest.raises(ValueError, match="num_key_value_heads is 4 there and 2 here"):
+        checkpoint.check_init_from(tmp_path, dataclasses.asdict(CONFIG))
+
+
 def test_a_linear_stretch_is_not_taken_for_none(tmp_path):
     llama_3 = dataclasses.replace(MODELS["8b"], rope_factor=1.0)
     published = LLAMA_3_1_8B | {"rope_scaling": {"type": "linear", "factor": 2.0}}

@@ -215,10 +215,11 @@ def test_resuming_an_older_step_sets_the_newer_aside_and_drops_its_rows(folder):
     [
         ("--seq-len 16", "--seq-len 16 differs from 32"),
         ("--seed 1", "--seed 1 differs from 0"),
-        ("--set n_layers=3", r"model\.layers\.2\.\S+ is absent there and \(16, 32\) in this run"),
+        ("--set n_layers=3", "step 2 in --out fixed has --set n_layers=2, and this .* n_layers=3:"),
+        ("--model 8b --set dim=64", "has --model debug, .* and this run --model 8b, --set"),
         ("--resume 7", r"--resume 7 .*steps there: 2"),
         ("--resume never", "--resume never conflicts"),
-        ("--optimizer sgd", r"optimizer\.layers"),
+        ("--optimizer sgd", "has --optimizer adamw, and this run --optimizer sgd: to go on give"),
     ],
 )
 def test_what_does_not_fit_the_checkpoint_is_refused(folder, flags, message):
@@ -228,6 +229,7 @@ def test_what_does_not_fit_the_checkpoint_is_refused(folder, flags, message):
     codes, outputs = run_program(1, f"{TINY} --steps 4 --out fixed {flags}", cwd=folder)
     assert codes == [1]
     assert re.search(message, outputs[0]) and "Traceback" not in outputs[0], outputs[0]
+    assert "ranks  1" not in outputs[0], "nothing was built"
     assert (folder / "fixed" / "metrics.jsonl").read_text() == before
 
 
@@ -518,8 +520,20 @@ def test_validation_under_a_pipeline_and_the_row_it_is_logged_in(folder):
     "world_size, flags, message",
     [
         (1, "--steps 0", "--steps 0 must be at least 1"),
-        (1, "--lr 0", "--lr 0 must be greater than 0"),
-        (1, "--eps nan", "--eps nan must be greater than 0"),
+        (1, "--lr 0", "--lr 0 must be a number greater than 0"),
+        (1, "--lr inf", "--lr inf must be a number greater than 0"),
+        (1, "--set rope_factor=0", "--set rope_factor=0.0 must be a number greater than 0"),
+        (1, "--set rope_theta=-5", "--set rope_theta=-5.0 must be a number greater than 0"),
+        (1, "--set norm_eps=nan", "--set norm_eps=nan must be a number greater than 0"),
+        (1, "--set norm_eps=inf", "--set norm_eps=inf must be a number greater than 0"),
+        (1, "--step 5", "unrecognized argument: --step: try --steps"),
+        (1, "--batch-size 5", "--batch-size: try .*--local-batch-size or --global-batch-size"),
+        (1, "--learning-rate 1", "unrecognized argument: --learning-rate: try --lr"),
+        (1, "--data README.md pyproject.toml", "in a glob's place; quote it, as in --data 'c4/"),
+        (1, "--ac 0", "--ac 0 must be none, full, op or a number"),
+        (128, "--tp 8 --pp 16", "--model with more layers, or --set n_layers=14 or more"),
+        (1, "@nowhere.args", "@nowhere.args cannot be read .*No such file.*recipes/"),
+        (1, "--eps nan", "--eps nan must be a number greater than 0"),
         (1, "--weight-decay nan", "--weight-decay nan must be at least 0"),
         (1, "--min-lr-ratio nan", "--min-lr-ratio nan must be between 0 and 1"),
         (1, "--seq-len many", "--seq-len invalid number value: 'many'"),
@@ -565,7 +579,7 @@ def test_validation_under_a_pipeline_and_the_row_it_is_logged_in(folder):
         (1, "--keep-latest -1", "--keep-latest -1 must be at least 0"),
         (1, "--out /dev/null/x", "--out /dev/null/x cannot be made"),
         (1, "--ac sometimes", "--ac sometimes must be none, full, op or a number: try op"),
-        (1, "--tpp 2", "unrecognized arguments: --tpp"),
+        (1, "--tpp 2", "unrecognized argument: --tpp: try --tp"),
     ],
 )
 def test_flags_that_cannot_work_are_refused_before_any_rank_waits(world_size, flags, message):
@@ -594,6 +608,85 @@ def test_what_is_not_given_follows_from_the_mesh(ranks, flags, dp_shard, local, 
     assert args.param_dtype == "fp32"
     gpu = train.Hardware("cuda", (9, 0), 8, None)
     assert train.read_flags(flags.split(), gpu, ranks)[0].param_dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"\xef\xbb\xbf--steps 7\n", None),  # the mark of an editor
+        ("--steps 7\n".encode("utf-16"), "cannot be read .*text file of flags in UTF-8"),
+        (b"--steps 7\n# it's a comment\n", None),
+        (b"--steps 7\n--data it's\n", r"line 2 \(--data it's\): No closing quotation"),
+    ],
+)
+def test_a_file_of_flags_is_read_or_named_with_its_line(content, said, tmp_path):
+    path = tmp_path / "some.args"
+    path.write_bytes(content)
+    if said is None:
+        assert train.parse_args([f"@{path}"]).steps == 7
+    else:
+        with pytest.raises(ValueError, match=f"@{path}.*{said}"):
+            train.parse_args([f"@{path}"])
+
+
+@pytest.mark.parametrize(
+    "environment, said",
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 alone in the environment starts no job"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE= alone in the environment"),
+        ({"RANK": "0"}, "RANK=0 alone in the environment"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment must be a number"),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, "srun has started 8 tasks"),
+    ],
+)
+def test_ranks_that_torchrun_did_not_start_are_refused(environment, said, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=said):
+        train.check_environment()
+        train.from_torchrun("WORLD_SIZE")
+
+
+def test_what_torchrun_starts_under_slurm_is_fine(monkeypatch):
+    names = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+    for name in names:
+        monkeypatch.setenv(name, "4")
+    train.check_environment()
+
+
+def test_a_missing_compiler_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match="--compile conflicts with this host, where none of c"):
+        train.read_flags(["--compile"], CPU, 1)
+    train.read_flags(["--compile"], train.Hardware("cuda", (9, 0), 1, None), 1)
+
+
+def test_validation_text_is_blamed_by_its_own_flag(folder):
+    argv = shlex.split(f"{TINY} --val-data nowhere --val-every 1".replace("text", f"{folder}/text"))
+    args, config = train.read_flags([*argv, "--data-cache", f"{folder}/.cache"], CPU, 1)
+    with pytest.raises(ValueError, match="^--val-data nowhere names no text"):
+        train.open_texts(args, config)
+
+
+def test_a_model_without_memory_is_refused_once_and_in_bytes(folder):
+    """On a host of two ranks that has 5 MB: 416,640 bytes of states fit, 8 MB of a head do not."""
+    codes, outputs = run_program(
+        2, f"{TINY} --steps 1 --set vocab_size=66000 --out unfit", cwd=folder, before=have_5_mb
+    )
+    assert codes[0] == 1 and "Traceback" not in outputs[0]
+    # a rank's half of 4,223,040 + 2,048 parameters four times, and the head whole
+    said = r"memory: rank 0 needs ([\d,]+) bytes .* has ([\d,]+) for"
+    ((needed, there),) = re.findall(said, outputs[0])
+    n_parameters = 2 * 66000 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 64) + 32
+    assert int(needed.replace(",", "")) == 4 * (4 * n_parameters // 2 + 66000 * 32)
+    assert there == "2,500,000"
+    assert "model  debug" in outputs[0].split("error:")[0], "the plan comes first"
+    flags = f"{TINY} --steps 1 --set vocab_size=66000 --out unfit --ignore-memory"
+    assert run_program(2, flags, cwd=folder, before=have_5_mb)[0] == [0, 0]
+
+
+def have_5_mb(rank):
+    watch.free_host_bytes = lambda: 5_000_000
 
 
 MOOT = {  # a setting that would do nothing -> what the refusal says is missing
