@@ -403,9 +403,14 @@ class Checkpointer:
         self.unique = unique[0]
         self.in_flight = None  # (step, writer, function that returns when all is written)
         self.hook = None  # of the optimizer
-        self.thread, self.planner = ThreadPoolExecutor(max_workers=1), StagingPlanner()
-        # copies must not queue behind the next step's kernels; also tells the thread its GPU
-        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        has_gpu, in_thread = torch.cuda.is_available(), {}
+        if has_gpu:  # else leaving a stream's context would take the thread to GPU 0
+            device = torch.cuda.current_device()
+            in_thread = {"initializer": torch.cuda.set_device, "initargs": (device,)}
+        self.thread = ThreadPoolExecutor(max_workers=1, **in_thread)
+        self.planner = StagingPlanner()
+        # copies must not queue behind the next step's kernels
+        self.stream = torch.cuda.Stream() if has_gpu else None
 
     def save(self, step: int, stages, optimizer, train_state: dict) -> None:
         """Begin to save step `step`, also if the save before turns out to have failed."""

@@ -678,7 +678,10 @@ class BatchLoader:
         self.read, self.position, self.stride = read, position, stride
         self.device = torch.device(device)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.thread = ThreadPoolExecutor(1)
+        # its GPU is that of the device: leaving a stream's context, a thread returns to its own,
+        # which would be GPU 0, where each rank would then take some memory
+        in_thread = {"initializer": torch.cuda.set_device, "initargs": (self.device,)}
+        self.thread = ThreadPoolExecutor(1, **in_thread if self.stream else {})
         self.next = self.thread.submit(self.prepare, position)
         self.wait_s = 0.0  # seconds that the last get waited
 
@@ -686,7 +689,7 @@ class BatchLoader:
         batch = self.read(position)
         if self.stream is None:
             return [x.to(self.device) for x in batch], None
-        with torch.cuda.stream(self.stream):  # makes its GPU the thread's, which would be GPU 0
+        with torch.cuda.stream(self.stream):
             batch = [x.pin_memory().to(self.device, non_blocking=True) for x in batch]
             return batch, self.stream.record_event()
 

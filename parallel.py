@@ -86,6 +86,7 @@ import math
 import os
 import shutil
 import warnings
+from collections import Counter
 from functools import partial
 
 import torch
@@ -391,12 +392,11 @@ def apply_cp(stage, cp_mesh):
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MATMULS = {aten.mm.default, aten._scaled_mm.default}  # of a plain linear, of a float8 one
-SAVED_OPS = {  # saved besides every second matmul: slow to compute or to communicate
+SAVED_OPS = {  # slow to compute
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
-    c10d.reduce_scatter_tensor.default,  # the end of wo and w2 under tp
     aten.max.default,  # amax, for a float8 scale: a pass over a whole tensor for one number
 }
 
@@ -404,17 +404,19 @@ SAVED_OPS = {  # saved besides every second matmul: slow to compute or to commun
 def selective_contexts():
     """Contexts for one checkpointed block: what its forward saves and its backward computes again.
 
-    Of a block's matmuls wq wk wv wo w1 w3 w2 every second one is saved, counted in the order of
-    execution: wk, wo and w3 are recomputed, 3 of 7. The count starts afresh in each block and pass.
+    Of the matmuls wq wk wv wo w1 w3 w2, counted in the order of execution, every second one is
+    saved: wq, wv and w1. The last needs neither: what is added to the residual stream is read by no
+    backward. So with the reduce-scatters of tp, at the end of wo and of w2: the first is saved. The
+    counts start afresh in each block and pass.
     """
-    counts = {False: 0, True: 0}  # in the forward pass, in the recomputation
+    counts = {False: Counter(), True: Counter()}  # in the forward pass, in the recomputation
 
     def policy(context, op, *args, **kwargs):
-        if op in MATMULS:
-            counts[context.is_recompute] += 1
-            is_saved = counts[context.is_recompute] % 2 == 1
-        else:
-            is_saved = op in SAVED_OPS
+        kind = "matmul" if op in MATMULS else op
+        counts[context.is_recompute][kind] += 1
+        nth = counts[context.is_recompute][kind]
+        is_saved = op in SAVED_OPS or (kind == "matmul" and nth in (1, 3, 5))
+        is_saved |= op is c10d.reduce_scatter_tensor.default and nth == 1
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
@@ -426,21 +428,24 @@ def apply_ac(stage, ac):
     Modes:   full  a block saves only its input (B, T, D) and runs again in the backward pass: 6 of
                    its 7 matmuls, as the last one's output is not needed (7 with float8, which saves
                    more for its backward)
-             op    a block saves its expensive results and recomputes the rest: norms, RoPE, silu
-                   and 3 matmuls
+             op    a block saves some expensive results and recomputes the rest: norms, RoPE, silu
+                   and 3 matmuls (`selective_contexts`)
              "N"   `full` for every Nth block, counted by the block's number in the whole model
-    Saves:   bytes per token and block in bf16, 8B's shape, counted on CPU: none 225,416, op 63,616
-             = 2 (4 D + K Dh + F) + 4 H, full 8,192 = 2 D.
+    Saves:   bytes per token and block in bf16, 8B's shape, counted on CPU: none 225,416, op 55,424
+             = 2 (3 D + K Dh + F) + 4 H, full 8,192 = 2 D.
     Costs:   collectives are recomputed as well: under tp 2 all-gathers a block, with `full` also 1
              reduce-scatter; under cp the all-gather of K and V.
-    Note:    gradients are the same bit for bit, where the kernels are deterministic.
+    Note:    gradients are the same bit for bit, where the kernels are deterministic. A block draws
+             no random numbers, so the generators' states need not be kept.
     Source:  paper §2.2.1 and B.5; arXiv 1604.06174; selectively: arXiv 2205.05198.
     """
     for number, block in list(stage.layers.items()):
         if ac == "op":
-            stage.layers[number] = checkpoint_wrapper(block, context_fn=selective_contexts)
+            stage.layers[number] = checkpoint_wrapper(
+                block, context_fn=selective_contexts, preserve_rng_state=False
+            )
         elif ac == "full" or (int(number) + 1) % int(ac) == 0:
-            stage.layers[number] = checkpoint_wrapper(block)
+            stage.layers[number] = checkpoint_wrapper(block, preserve_rng_state=False)
 
 
 def inner_block(block):
@@ -695,7 +700,12 @@ def build_loss(last_stage, loss_chunks, tp):
         labels = labels.unflatten(1, (tp, loss_chunks, -1))  # (B, T) -> (B, tp, n, T/tp/n)
         losses = [
             checkpoint(
-                piece_loss, piece, labels[:, :, i].flatten(1), n_valid_tokens, use_reentrant=False
+                piece_loss,
+                piece,
+                labels[:, :, i].flatten(1),
+                n_valid_tokens,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
             for i, piece in enumerate(pieces)
         ]

@@ -380,6 +380,7 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
 
     # 2. The model on its mesh, and its state
     job = build(args, config, device)
+    watch.set_timeouts(first_step_s(args.timeout_s))  # of the mesh's groups, too
     if is_main:
         epochs = args.steps * args.global_batch_size / tokens.n_windows(args.seq_len)
         seen = f"{tokens.n_tokens:,} tokens; {args.steps} steps are {epochs:.2f} epochs"
@@ -483,7 +484,7 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
             if is_due(step, 50):
                 gc.collect(1)
             if step == done + 1:
-                watch.shorten_timeouts(args.timeout_s, but=checkpointer and checkpointer.group)
+                watch.set_timeouts(args.timeout_s, but=checkpointer and checkpointer.group)
             if profiler:
                 profiler.step()
     except Exception:
@@ -873,7 +874,7 @@ def build_parser():
         "have in common, 0: never -> watch.py:check_ranks")
     add("--timeout-s", type=more_than_zero, default=300.0,
         help="after which a collective counts as hung, once the first step is done; before, 600 s "
-        "or more -> watch.py:shorten_timeouts")
+        "or more -> watch.py:set_timeouts")
     add("--deterministic", action="store_true",
         help="only kernels that repeat bit for bit -> train.py:init_distributed")
     add("--ignore-memory", action="store_true",
@@ -1120,6 +1121,11 @@ def check_environment():
         )
 
 
+def first_step_s(timeout_s):
+    """The limit of a collective until the first step is done: compilation takes long."""
+    return max(600.0, timeout_s)
+
+
 def init_distributed(args, hardware):
     """Join the process group and return this rank's device.
 
@@ -1128,6 +1134,7 @@ def init_distributed(args, hardware):
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over every new tensor
     if args.flight_recorder:
         watch.record_collectives(Path(args.out) / "flight", args.flight_recorder)
     device = torch.device(hardware.device_type)
@@ -1136,7 +1143,9 @@ def init_distributed(args, hardware):
         torch.cuda.set_device(device)
     if args.memory_snapshot:
         watch.record_memory()
-    options = {"timeout": timedelta(seconds=max(600.0, args.timeout_s))}  # compilation takes long
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # read at the first tensor
+    options = {"timeout": timedelta(seconds=first_step_s(args.timeout_s))}
     if "RANK" not in os.environ:  # plain `python train.py`: a group of one, without a network
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -447,8 +447,11 @@ def dump_flight_record():
             path.write_bytes(dump(True, False, False))
 
 
-def shorten_timeouts(timeout_s, but):
-    """After the first step no collective takes long, `but` a checkpoint's: notice hangs sooner."""
+def set_timeouts(timeout_s, but=None):
+    """Of collectives of all groups there are, `but` one: after it a missing rank counts as a hang.
+
+    The groups of a mesh come with gloo's or NCCL's own limit, 30 minutes for gloo.
+    """
     c10d = dist.distributed_c10d
     set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
     for group in c10d._world.pg_map:

@@ -559,6 +559,21 @@ def test_the_loader_reads_one_global_batch_ahead_and_raises_in_get():
         loader.get()
 
 
+def test_the_loaders_thread_belongs_to_its_gpu(monkeypatch):
+    """As local rank 3. Without a GPU: what CUDA is asked for, and in which thread."""
+    asked = []
+
+    def set_device(device):
+        asked.append((str(device), threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(data.BatchLoader, "prepare", lambda self, position: None)
+    loader = data.BatchLoader(None, "cuda:3", position=0, stride=1)
+    loader.next.result(10)
+    assert asked == [("cuda:3", False)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_loader_copies_to_the_gpu_without_host_sync():

@@ -634,8 +634,8 @@ def test_a_block_holds_fewer_bytes_for_its_backward_with_op_and_fewest_with_full
         held = {mode: bytes_held(mode, dtype) for mode in ("none", "op", "full")}
         assert held["none"] > held["op"] > held["full"]
         assert held["full"] == size * D  # its input
-        # input, wq's and w2's result and attention's | wv's | w1's | softmax's sums in float32
-        assert held["op"] == size * (4 * D + kv + F) + 4 * H
+        # input, wq's result and attention's | wv's | w1's | softmax's sums in float32; not w2's
+        assert held["op"] == size * (3 * D + kv + F) + 4 * H
     # twice (norm's input, normalised, times its weight), q, attention | k, v | w1, silu, w3, their
     # product | softmax's sums and two norms' scales
     assert bytes_held("none", torch.float32) == 4 * (8 * D + 2 * kv + 4 * F + H + 2)

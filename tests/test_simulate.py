@@ -219,8 +219,10 @@ def test_the_8b_row_of_the_paper(tmp_path):
     assert sent["all_gather"] == {"calls": 67, "bytes": gathered, "sent_bytes": gathered * 7 / 8}
     assert sent["reduce_scatter"]["bytes"] == 4 * N  # float32
     assert rank["peak_moment"]["module"] == "loss"
-    # torch's own MemTracker, an independent count of live tensors, gave 66.9 to 67.4 GiB
-    assert 66.9 <= rank["peak_bytes"] / 2**30 <= 67.4
+    # torch's own MemTracker, an independent count of live tensors, gave 66.9 to 67.4 GiB where w2's
+    # product was saved as well: 16,384 tokens, 32 blocks, bf16
+    unsaved = 16_384 * 32 * 2 * c.dim
+    assert 66.9 <= (rank["peak_bytes"] + unsaved) / 2**30 <= 67.4
     assert sum(rank["peak_bytes_by_kind"].values()) == rank["peak_bytes"]
 
 

@@ -294,6 +294,7 @@ def watch_the_wires(rank):
         seen.append({
             "lock is held": is_held, "gc is on": gc.isenabled(),
             "timeout_s": timeout_s(dist.group.WORLD), "its own": timeout_s(made[0].group),
+            "of the mesh": timeout_s(job.mesh["fsdp"].get_group()),
             "lr": [group["lr"] for group in job.optimizer.param_groups],
         })  # fmt: skip
         Path("wires.json").write_text(json.dumps(seen))
@@ -309,6 +310,7 @@ def test_a_run_holds_its_folder_and_collects_no_garbage_and_notices_hangs_soon(f
     assert [row["lock is held"] for row in seen] == [True] * 4
     assert [row["gc is on"] for row in seen] == [False] * 4
     assert [row["timeout_s"] for row in seen] == [600, 77, 77, 77], "shorter after the first step"
+    assert [row["of the mesh"] for row in seen] == [600, 77, 77, 77]
     assert min(row["its own"] for row in seen) > 600, "a checkpoint's group waits for slow disks"
     assert [row["lr"] for row in seen] == [pytest.approx([0.1 * step]) for step in (1, 2, 3, 4)]
 
@@ -687,6 +689,22 @@ def test_a_model_without_memory_is_refused_once_and_in_bytes(folder):
 
 def have_5_mb(rank):
     watch.free_host_bytes = lambda: 5_000_000
+
+
+def test_the_allocator_grows_its_segments_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+    now, before = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # its names
+    for given, expected in (
+        ({}, {now: "expandable_segments:True"}), ({now: "x"}, {now: "x"}), ({before: "x"}, {}),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            for name in (now, before):
+                patch.setenv(name, "")  # noted, so that what there was comes back
+                patch.delenv(name)
+            for name, value in given.items():
+                patch.setenv(name, value)
+            train.init_distributed(train.parse_args([]), CPU)
+            assert {n: os.environ[n] for n in (now,) if n in os.environ} == expected
 
 
 MOOT = {  # a setting that would do nothing -> what the refusal says is missing

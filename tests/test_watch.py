@@ -262,7 +262,7 @@ def test_whatever_ends_the_loop_the_save_on_its_way_is_waited_for(folder):
 def wait_under_a_short_timeout():
     """Rank 1 comes 2 s late to a collective of a checkpoint's group, and to one of training."""
     group = dist.new_group(backend="gloo")
-    watch.shorten_timeouts(0.7, but=group)
+    watch.set_timeouts(0.7, but=group)
     if dist.get_rank() == 1:
         time.sleep(2)
     dist.all_reduce(torch.zeros(1), group=group)
