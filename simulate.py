@@ -14,13 +14,14 @@ laptop less than a minute. An `Account` (a tracker, as such modes are called) se
 
     counted          how                                                            in units of
     live memory      storages made, resized and released, by kind; the highest sum  bytes
+    reserved memory  the same events, replayed by CUDA's caching allocator (§2)     bytes
     FLOPs            of matmuls and attention, by module and pass                   2 a multiply-add
     traffic          every collective, by axis: what a rank of a ring sends         bytes
     a pipeline       its time line, with stages that cost what their FLOPs say      a share
 
 It goes into OUT/simulation.json, OUT/timeline.svg and, shorter, to the console.
 
-Left out: time; what kernels, NCCL and the allocator take for themselves; fusion, by compile or in
+Left out: time; what kernels and NCCL take for themselves; fusion, by compile or in
 CUDA's kernels (RMSNorm is several operations here, which keep float32 copies). --compile and
 --async-tp have no effect, mxfp8 is emulated for want of its kernels, and CPU offload changes
 nothing, since host and device are one here.
@@ -32,6 +33,7 @@ Source: FakeTensorMode and the fake process group are torch's own; FLOPs as MFU 
 """
 
 import argparse
+import bisect
 import dataclasses
 import io
 import json
@@ -135,7 +137,8 @@ class Account(TorchDispatchMode):
     A context for that step. It sees what comes out of autograd and DTensor, on real tensors and on
     fake ones alike:
 
-        events        (storage number, bytes more or less, moment) of allocations and releases
+        events        (storage number, bytes more or less, moment, stream), a row for each time that
+                      memory is taken or given back
         kinds         one of KINDS for each storage number
         flops         {module: {forward, recomputed or backward: FLOPs}}
         state_bytes   {parameters, gradients, optimizer: bytes}, what lives from step to step
@@ -157,6 +160,7 @@ class Account(TorchDispatchMode):
         axes = ("data", "cp", "tp", "dp_replicate", "fsdp", "pp")
         self.axes = {job.mesh[axis].get_group().group_name: axis for axis in axes}
         self.events, self.kinds, self.sizes = [], [], []
+        self.streams = {torch.cpu.current_stream(): 0}  # FSDP enters its streams on a CPU as well
         self.numbers = WeakIdKeyDictionary()  # storage -> its number
         self.young = []  # storages made in a backward pass that is still going on
         self.flops, self.collectives, self.state_bytes = {}, {}, {}
@@ -219,7 +223,8 @@ class Account(TorchDispatchMode):
 
     def resize(self, number, size, moment):
         if self.is_open:
-            self.events.append((number, size - self.sizes[number], moment))
+            stream = self.streams.setdefault(torch.cpu.current_stream(), len(self.streams))
+            self.events.append((number, size - self.sizes[number], moment, stream))
             self.sizes[number] = size
 
     # while it is open
@@ -306,8 +311,8 @@ class Account(TorchDispatchMode):
     def held(self):
         """Bytes by kind after each event: int64 (events, len(KINDS))."""
         changes = torch.zeros(len(self.events), len(KINDS), dtype=torch.int64)
-        columns = [KINDS.index(self.kinds[number]) for number, _, _ in self.events]
-        changes[range(len(columns)), columns] = torch.tensor([more for _, more, _ in self.events])
+        columns = [KINDS.index(self.kinds[event[0]]) for event in self.events]
+        changes[range(len(columns)), columns] = torch.tensor([event[1] for event in self.events])
         return changes.cumsum(0)
 
     def peak(self):
@@ -317,7 +322,137 @@ class Account(TorchDispatchMode):
         return self.events[at][2], dict(zip(KINDS, held[at].tolist(), strict=True))
 
 
-# ---- 2. A rank without memory ------------------------------------------------------------------
+# ---- 2. What a GPU would reserve ---------------------------------------------------------------
+#
+# What a user reads on a GPU is not what tensors take, but what CUDA's caching allocator has
+# reserved for them: it keeps freed memory in pools, one for each stream and size class, and a
+# pool's holes serve only what fits into them. FSDP gathers in one stream and makes the sharded
+# gradients in another, whose memory the loss can therefore never use. The rules, from torch's
+# sources (c10/cuda/CUDACachingAllocator.cpp):
+#
+#     sizes       are rounded up to 512 bytes; those up to 1 MiB are small, and have their own pool
+#     segments    of a pool: 2 MiB for small ones; 20 MiB below 10 MiB; else rounded up to 2 MiB
+#     expandable  one segment a pool, which grows at its end by pages of 2 MiB (small) or 20 MiB
+#     best fit    the smallest free block that is large enough, the growing end last
+#     split       what is left over stays a free block: from 512 bytes on, in large segments that do
+#                 not expand from 1 MiB on
+#     merge       a block that is freed joins the free ones beside it; segments are never given back
+
+MIB = 2**20
+
+
+class Block:
+    """A piece of a segment, in a chain of such."""
+
+    __slots__ = ("size", "is_free", "before", "after")
+
+    def __init__(self, size, before=None, after=None):
+        self.size, self.is_free, self.before, self.after = size, True, before, after
+
+
+class Pool:
+    """The blocks of one stream and size class."""
+
+    def __init__(self, *, is_small, is_expandable):
+        self.is_small, self.is_expandable = is_small, is_expandable
+        self.free = []  # (size, id, block), ascending
+        self.end = None  # the last block of the segment that expands
+        self.reserved = 0
+
+    def put(self, block):
+        block.is_free = True
+        bisect.insort(self.free, (block.size, id(block), block))
+
+    def remove(self, block):
+        del self.free[bisect.bisect_left(self.free, (block.size, id(block)))]
+
+    def take(self, size):
+        """A block of this size, from the best free one or from new memory."""
+        i = bisect.bisect_left(self.free, (size,))
+        if self.is_expandable and i + 1 < len(self.free) and self.free[i][2] is self.end:
+            i += 1  # the end is as large as it may grow
+        block = self.free.pop(i)[2] if i < len(self.free) else self.grow(size)
+        left = block.size - size
+        if left >= (512 if self.is_small or self.is_expandable else MIB + 1):
+            rest = Block(left, before=block, after=block.after)
+            if block.after:
+                block.after.before = rest
+            block.after, block.size = rest, size
+            self.end = rest if self.end is block else self.end
+            self.put(rest)
+        block.is_free = False
+        return block
+
+    def grow(self, size):
+        """A free block with room for `size`, which is on no list."""
+        if not self.is_expandable:
+            segment = 2 * MIB if self.is_small else 20 * MIB
+            if size >= 10 * MIB:
+                segment = -(-size // (2 * MIB)) * 2 * MIB
+            self.reserved += segment
+            return Block(segment)
+        page = 2 * MIB if self.is_small else 20 * MIB
+        if not self.end or not self.end.is_free:
+            block = Block(0, before=self.end)
+            if self.end:
+                self.end.after = block
+            self.end = block
+        else:
+            self.remove(self.end)
+        more = -(-(size - self.end.size) // page) * page
+        self.end.size += more
+        self.reserved += more
+        return self.end
+
+    def give_back(self, block):
+        """Free the block, and make one of it and of free neighbours."""
+        after = block.after
+        if after and after.is_free:
+            self.remove(after)
+            self.end = block if self.end is after else self.end
+            block.size, block.after = block.size + after.size, after.after
+            if block.after:
+                block.after.before = block
+        before = block.before
+        if before and before.is_free:
+            self.remove(before)
+            self.end = before if self.end is block else self.end
+            before.size, before.after = before.size + block.size, block.after
+            if before.after:
+                before.after.before = before
+            block = before
+        self.put(block)
+
+
+def reserved_bytes(events, *, is_expandable):
+    """Bytes that CUDA's allocator would have reserved after a step: {stream: bytes}.
+
+    Args:    events, of an Account: a step from an allocator that holds the states.
+    """
+    pools, blocks = {}, {}  # (stream, is small) -> pool; storage number -> (pool, block)
+    for number, more, _, stream in events:
+        if more > 0:
+            size = -(-more // 512) * 512
+            key = stream, size <= MIB
+            if key not in pools:
+                pools[key] = Pool(is_small=key[1], is_expandable=is_expandable)
+            blocks[number] = pools[key], pools[key].take(size)
+        elif more < 0 and number in blocks:
+            pool, block = blocks.pop(number)
+            pool.give_back(block)
+    totals = Counter()
+    for (stream, _), pool in pools.items():
+        totals[stream] += pool.reserved
+    return dict(totals)
+
+
+def has_expandable_segments():
+    """As in real runs, unless PYTORCH_ALLOC_CONF says otherwise (train.py:init_distributed)."""
+    conf = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return not conf or "expandable_segments:True" in conf
+
+
+# ---- 3. A rank without memory ------------------------------------------------------------------
 
 
 @contextmanager
@@ -383,6 +518,7 @@ def trace_rank(args, config, rank):
         with Account(job) as account:
             train.train_step(job, tokens, tokens, **sizes)
     moment, peak_bytes = account.peak()
+    reserved = reserved_bytes(account.events, is_expandable=has_expandable_segments())
     units = [[name for name, _ in named_units(stage)] for stage in job.stages]
     axes, phases = ("pp", "dp_replicate", "fsdp", "cp", "tp"), ("forward", "recomputed", "backward")
     return {
@@ -392,6 +528,8 @@ def trace_rank(args, config, rank):
         "parameters": sum(parallel.local_tensor(p).numel() for p in job.parameters),
         "state_bytes": account.state_bytes,
         "peak_bytes": sum(peak_bytes.values()),
+        "reserved_bytes": sum(reserved.values()),
+        "reserved_bytes_by_stream": reserved,
         "peak_bytes_by_kind": peak_bytes,
         "peak_moment": dict(zip(("phase", "module", "op"), moment, strict=True)),
         "flops": {phase: sum(n[phase] for n in account.flops.values()) for phase in phases},
@@ -436,7 +574,7 @@ def default_ranks(args):
     return sorted({0, args.world_size - args.world_size // args.pp})
 
 
-# ---- 3. The schedule, by FLOPs -----------------------------------------------------------------
+# ---- 4. The schedule, by FLOPs -----------------------------------------------------------------
 
 
 def stage_durations(stages, *, head, block_again, head_again):
@@ -483,7 +621,7 @@ def time_schedule(args, config, rows):
     }
 
 
-# ---- 4. What fits ------------------------------------------------------------------------------
+# ---- 5. What fits ------------------------------------------------------------------------------
 
 
 def as_text(flags):
@@ -491,13 +629,14 @@ def as_text(flags):
     return " ".join(f"{train.flag_of(name)} {value}" for name, value in flags.items())
 
 
-def peak_of(typed, flags, ranks):
-    """The ranks' largest peak in bytes with these flags changed; infinite where refused."""
+def reserved_with(typed, flags, ranks):
+    """Bytes that the ranks reserve at most with these flags changed; infinite where refused."""
     try:
         args, config = resolve(typed, **flags)
     except ValueError:
         return math.inf
-    return max(row["peak_bytes"] for row in trace_ranks([(args, config, rank) for rank in ranks]))
+    rows = trace_ranks([(args, config, rank) for rank in ranks])
+    return max(row["reserved_bytes"] for row in rows)
 
 
 def batch_flags(args, size):
@@ -509,29 +648,29 @@ def batch_flags(args, size):
     return flags | ({"microbatch_size": size} if args.pp > 1 else {})
 
 
-def find_largest_batch(typed, args, ranks, *, peak_bytes, limit_bytes):
+def find_largest_batch(typed, args, ranks, *, now_bytes, limit_bytes):
     """The flags of the largest batch with which the ranks stay within the limit; None if none is.
 
     It doubles what is there while that fits (to 64 times at most), then halves what is between.
     """
     size = args.microbatch_size if args.pp > 1 else args.local_batch_size
-    fitting, too_large = (size, None) if peak_bytes <= limit_bytes else (0, size)
+    fitting, too_large = (size, None) if now_bytes <= limit_bytes else (0, size)
     while too_large is None or too_large - fitting > 1:
         guess = 2 * fitting if too_large is None else (fitting + too_large) // 2
         if guess > 64 * size:
             break
-        if peak_of(typed, batch_flags(args, guess), ranks) <= limit_bytes:
+        if reserved_with(typed, batch_flags(args, guess), ranks) <= limit_bytes:
             fitting = guess
         else:
             too_large = guess
     return batch_flags(args, fitting) if fitting else None
 
 
-def find_changes(typed, args, ranks, *, peak_bytes, limit_bytes):
-    """Flags that make the largest peak smaller, one after the other until all is within the limit.
+def find_changes(typed, args, ranks, *, now_bytes, limit_bytes):
+    """Flags that make it smaller, one after the other until all is within the limit.
 
-    Returns: [(all flags so far, peak bytes)], those that cost little speed first; what saves less
-    than 1 % is left out.
+    Returns: [(all flags so far, bytes reserved)], those that cost little speed first; what saves
+    less than 1 % is left out.
     """
     flags, found = {}, []
     for change in (
@@ -541,23 +680,23 @@ def find_changes(typed, args, ranks, *, peak_bytes, limit_bytes):
         {"reshard": "always"},
         {"tp": 2 * args.tp, "dp_shard": max(1, args.dp_shard // 2)},
     ):
-        peak = peak_of(typed, flags | change, ranks)
-        if peak < 0.99 * peak_bytes:
-            flags, peak_bytes = flags | change, peak
+        peak = reserved_with(typed, flags | change, ranks)
+        if peak < 0.99 * now_bytes:
+            flags, now_bytes = flags | change, peak
             found.append((flags, peak))
-        if peak_bytes <= limit_bytes:
+        if now_bytes <= limit_bytes:
             break
     return found
 
 
 def find_fit(typed, args, rows):
     """Say whether the traced ranks fit into --gpu-memory-gib, and with which batch or flags."""
-    limit_bytes, peak_bytes = args.gpu_memory_gib * 2**30, max(row["peak_bytes"] for row in rows)
-    known = {"peak_bytes": peak_bytes, "limit_bytes": limit_bytes}
-    ranks, fits = [row["rank"] for row in rows], peak_bytes <= limit_bytes
+    limit_bytes, now_bytes = args.gpu_memory_gib * 2**30, max(row["reserved_bytes"] for row in rows)
+    known = {"now_bytes": now_bytes, "limit_bytes": limit_bytes}
+    ranks, fits = [row["rank"] for row in rows], now_bytes <= limit_bytes
     watch.print_pairs([("fit", (
-        f"{readable(peak_bytes)} of tensors {'fit' if fits else 'do NOT fit'} into "
-        f"--gpu-memory-gib {args.gpu_memory_gib:g}; CUDA's allocator and NCCL take some on top"
+        f"{readable(now_bytes)} reserved for tensors {'fit' if fits else 'do NOT fit'} into "
+        f"--gpu-memory-gib {args.gpu_memory_gib:g}; CUDA itself and NCCL take some on top"
     ))])  # fmt: skip
     changes = [] if fits else find_changes(typed, args, ranks, **known)
     changes = [(as_text(flags), peak) for flags, peak in changes]
@@ -568,7 +707,7 @@ def find_fit(typed, args, rows):
     return {"fits": fits, "changes": changes, "largest_batch": text}
 
 
-# ---- 5. What is printed ------------------------------------------------------------------------
+# ---- 6. What is printed ------------------------------------------------------------------------
 
 
 def readable(n_bytes):
@@ -585,6 +724,7 @@ def describe_rank(row):
     kinds = ", ".join(f"{kind} {readable(n)}" for kind, n in row["peak_bytes_by_kind"].items())
     lines = [
         f"{row['rank']} ({place}): {', '.join(row['stages'])}",
+        f"reserves {readable(row['reserved_bytes'])} of a GPU, for the tensors of a step",
         f"holds at most {readable(row['peak_bytes'])}: {kinds}",
         f"reached in the {at['phase']} pass of {at['module']}, by {at['op']}",
         f"computes {(flops['forward'] + flops['backward']) / 1e12:,.3f} TFLOP a step, and "
@@ -624,12 +764,12 @@ def describe_ranks(args, rows):
         if is_on:
             pairs.append(("note", note))
     pairs += [*train.describe_moot(args), *(("rank", describe_rank(row)) for row in rows)]
-    largest = max(rows, key=lambda row: row["peak_bytes"])
-    text = f"{readable(largest['peak_bytes'])} on rank {largest['rank']}, of those traced"
-    return [*pairs, ("peak", text)]
+    largest = max(rows, key=lambda row: row["reserved_bytes"])
+    text = f"{readable(largest['reserved_bytes'])} reserved, {readable(largest['peak_bytes'])} live"
+    return [*pairs, ("peak", f"{text} on rank {largest['rank']}, of those traced")]
 
 
-# ---- 6. The program ----------------------------------------------------------------------------
+# ---- 7. The program ----------------------------------------------------------------------------
 
 
 def parse_args(argv=None):

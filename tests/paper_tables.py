@@ -3,19 +3,31 @@
 Published: TorchTitan (arXiv 2410.06511) tables 1 to 4, on H100s with 95 GiB, and the page
 benchmarks/llama3_h100_202412_torchtitan.md of its repository ("T2" below is table 2 there). Memory
 is the peak of the bytes its allocator reserved, on the GPU where it was highest, and here that of
-live tensors, on the first, the second or the last pipeline rank. The published runs do not name
-the number of microbatches: here it is the pipeline's degree, as was the default then.
+simulate.py's replay, on the first, the second or the last pipeline rank. The published runs do not
+name the number of microbatches: here it is the pipeline's degree, as was the default then. Where
+their layout differed from ours it is theirs here: `trace`.
 """
 
+import dataclasses
+import functools
+import os
 import shlex
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import model  # noqa: E402
+import parallel  # noqa: E402
+import pipeline  # noqa: E402
 import simulate  # noqa: E402
 
 FLOAT8 = "--float8 tensorwise --float8-all-gather"
@@ -75,8 +87,62 @@ def ranks_of(args):
     return sorted({*simulate.default_ranks(args), args.world_size // args.pp % args.world_size})
 
 
-def largest_rows(texts):
-    """{flags: account of the rank with the largest peak}."""
+def eager_contexts():
+    """What TorchTitan's selective checkpointing saves without a compiler: w2's product as well."""
+    counts = Counter()
+
+    def policy(context, op, *args, **kwargs):
+        if op in parallel.MATMULS:
+            counts[context.is_recompute] += 1
+            is_saved = counts[context.is_recompute] % 2 == 1
+        else:
+            scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+            is_saved = op in parallel.SAVED_OPS or op is scatter
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def apply_published_fsdp(apply, stage, mesh, **options):
+    """tok_embeddings, norm and output are one unit that is never freed, as for tied embeddings."""
+    config, stage.config = stage.config, dataclasses.replace(stage.config, tied_embeddings=True)
+    apply(stage, mesh, **options)
+    stage.config = config
+
+
+def look_up_as_published(embedding, tokens, *, tp_mesh):
+    """By RowwiseParallel's way, every rank makes the gradient of all rows of the embedding."""
+    tokens = DTensor.from_local(tokens, tp_mesh, [Replicate()], run_check=False)
+    found = torch.nn.functional.embedding(tokens, embedding.weight)
+    return found.redistribute(placements=[Shard(1)]).to_local()
+
+
+def call_and_keep_outputs(self, step, inputs, labels, n_valid_tokens):
+    """Every stage kept its outputs until the next step, and the last one concatenated them."""
+    losses = []
+    step(inputs, target=labels, losses=losses, loss_kwargs={"n_valid_tokens": n_valid_tokens})
+    return torch.stack([*map(parallel.whole_tensor, losses), torch.zeros(())]).detach().sum()
+
+
+def trace(jobs, contexts=parallel.selective_contexts):
+    """[(args, config, rank)] traced in the published runs' layout; contexts, of --ac op."""
+    apply_fsdp = functools.partial(apply_published_fsdp, parallel.apply_fsdp)
+    with (  # the traces are forked
+        mock.patch.object(parallel, "apply_fsdp", apply_fsdp),
+        mock.patch.object(parallel, "look_up", look_up_as_published),
+        mock.patch.object(parallel, "selective_contexts", contexts),
+        mock.patch.object(pipeline.PipelineSchedule, "call", call_and_keep_outputs),
+    ):
+        return simulate.trace_ranks(jobs)
+
+
+def trace_published(text, ranks):
+    """The accounts of ranks of a row, in the published runs' layout, as compiled."""
+    return trace([(*read(text), rank) for rank in ranks])
+
+
+def largest_rows(texts, trace=trace):
+    """{flags: account of the rank that reserves most}."""
     jobs = [(text, *read(text)) for text in dict.fromkeys(texts)]
     jobs = [
         (text, args, config, rank)
@@ -84,26 +150,46 @@ def largest_rows(texts):
         for rank in ranks_of(args)
     ]
     rows = {}
-    for (text, *_), row in zip(jobs, simulate.trace_ranks([job[1:] for job in jobs]), strict=True):
-        if text not in rows or row["peak_bytes"] > rows[text]["peak_bytes"]:
+    traced = trace([job[1:] for job in jobs])
+    for (text, *_), row in zip(jobs, traced, strict=True):
+        if text not in rows or row["reserved_bytes"] > rows[text]["reserved_bytes"]:
             rows[text] = row
     return rows
 
 
-def print_published(rows):
-    print("| run | tokens/s a GPU | that is TFLOPs | GiB | simulated GiB | ratio | reached in |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name, flags, speed, gib in PUBLISHED:
+def is_eager(name, flags):
+    return flags.startswith("llama3_8b --world-size") and not name.startswith("+")
+
+
+def print_published():
+    print("| run | tokens/s a GPU | that is TFLOPs | GiB | reserved | ratio | live | reached in |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    rows, of_paper = {}, True
+    for name, flags, *_ in PUBLISHED:
+        if name.startswith(("table", "T")):  # the others belong to the one above them
+            of_paper = name.startswith("table")
+        rows[name, flags, is_eager(name, flags), of_paper] = None
+    for of_paper in (True, False):  # whose segments did not expand, and those of December 2024
+        os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{not of_paper}"
+        for eager, contexts in ((True, eager_contexts), (False, parallel.selective_contexts)):
+            keys = [key for key in rows if key[2:] == (eager, of_paper)]
+            traced = functools.partial(trace, contexts=contexts)
+            found = largest_rows([flags for _, flags, _, _ in keys], traced) if keys else {}
+            rows |= {key: found[key[1]] for key in keys}
+    del os.environ["PYTORCH_ALLOC_CONF"]
+    for (name, flags, speed, gib), row in zip(PUBLISHED, rows.values(), strict=True):
         args, config = read(flags)
         tflops = speed * model.flops_per_token(config, args.seq_len) / 1e12
-        simulated, at = rows[flags]["peak_bytes"] / 2**30, rows[flags]["peak_moment"]
+        reserved, live = (row[key] / 2**30 for key in ("reserved_bytes", "peak_bytes"))
+        at = row["peak_moment"]
         print(
-            f"| {name} | {speed:,} | {tflops:.0f} | {gib} | {simulated:.1f} | "
-            f"{simulated / gib:.2f} | {at['phase']} of {at['module']} |"
+            f"| {name} | {speed:,} | {tflops:.0f} | {gib} | {reserved:.1f} | "
+            f"{reserved / gib:.2f} | {live:.1f} | {at['phase']} of {at['module']} |",
+            flush=True,
         )
 
 
-def print_schedules(rows):
+def print_schedules():
     """How much faster interleaving is at the same work: the ratio of busy shares."""
     print("| 405B | equal stages | stages by FLOPs | published |")
     print("| --- | --- | --- | --- |")
@@ -112,8 +198,9 @@ def print_schedules(rows):
         for schedule in (" --pp-schedule 1F1B", ""):
             text = f"{recipe} --world-size 512{schedule}"
             args, config = read(text)
+            row = simulate.trace_ranks([(args, config, 0)])
             with tempfile.TemporaryDirectory() as args.out:
-                bubbles = simulate.time_schedule(args, config, [rows[text]])
+                bubbles = simulate.time_schedule(args, config, row)
             busy.append([1 - bubbles["bubble_if_stages_were_equal"], 1 - bubbles["bubble"]])
         equal, by_flops = (new / old for old, new in zip(*busy, strict=True))
         print(f"| {args.pp} stages | {equal:.3f} | {by_flops:.3f} | {published} |")
@@ -121,24 +208,24 @@ def print_schedules(rows):
 
 def print_choices():
     texts = [f"llama3_8b --world-size 8 {flags}" for flags in CHOICES]
-    rows = largest_rows(texts)
-    print("| flags | peak GiB | activations | recomputed FLOPs | all-gathered GiB |")
-    print("| --- | --- | --- | --- | --- |")
+    rows = largest_rows(texts, simulate.trace_ranks)
+    print("| flags | reserved GiB | live | activations | recomputed FLOPs | all-gathered GiB |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for flags, text in zip(CHOICES, texts, strict=True):
         row = rows[text]
         kinds, flops = row["peak_bytes_by_kind"], row["flops"]
         sent = row["collectives"]["fsdp"]["all_gather"]["sent_bytes"]
         again = flops["recomputed"] / (flops["forward"] + flops["backward"])
         print(
-            f"| {f'`{flags}`' if flags else 'as it is'} | {row['peak_bytes'] / 2**30:.1f} | "
+            f"| {f'`{flags}`' if flags else 'as it is'} | {row['reserved_bytes'] / 2**30:.1f} | "
+            f"{row['peak_bytes'] / 2**30:.1f} | "
             f"{kinds['activations'] / 2**30:.1f} | {again:.0%} | {sent / 2**30:.1f} |"
         )
 
 
 if __name__ == "__main__":
-    rows = largest_rows(flags for _, flags, _, _ in PUBLISHED)
-    print_published(rows)
+    print_published()
     print()
-    print_schedules(rows)
+    print_schedules()
     print()
     print_choices()
