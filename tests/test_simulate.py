@@ -421,7 +421,7 @@ def test_it_needs_no_data_tokenizer_or_hardware(tmp_path, monkeypatch):
         ("--tp 2", "the following arguments are required: --world-size"),
         ("--world-size 0", "--world-size 0 must be at least 1"),
         ("--world-size 8 --ranks 8", "--ranks 8 is none of --world-size 8: try 0 to 7"),
-        ("--world-size 8 --gpu-memory-gib 0", "--gpu-memory-gib 0 must be greater than 0"),
+        ("--world-size 8 --gpu-memory-gib 0", "--gpu-memory-gib 0 must be a number greater than 0"),
         ("--world-size 8 --tp 3", "make 6 ranks, but the world size is 8"),
     ],
 )
