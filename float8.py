@@ -203,8 +203,8 @@ def quiet_torchao():
         logging.disable(before)
 
 
-def apply_float8(model, recipe, *, all_gather, skip, emulate, tp=1):
-    """Swap the model's linears for 8-bit ones, in place, and say which.
+def apply_float8(stage, recipe, *, all_gather, skip, emulate, tp=1):
+    """Swap the stage's linears for 8-bit ones, in place, and say which.
 
     Before:  the whole model or a pipeline stage on the meta device, nothing sharded.
     After:   same parameter names and shapes. With all_gather the weights are wrapped in a tensor
@@ -213,7 +213,7 @@ def apply_float8(model, recipe, *, all_gather, skip, emulate, tp=1):
     Raises:  ValueError if MXFP8's CUDA kernels are missing.
     """
     converted, skipped = [], {}
-    for name, module in model.named_modules():
+    for name, module in stage.named_modules():
         if isinstance(module, nn.Linear):
             reason = skip_reason(name, module.weight.shape, recipe=recipe, skip=skip, tp=tp)
             if reason is None:
@@ -221,13 +221,13 @@ def apply_float8(model, recipe, *, all_gather, skip, emulate, tp=1):
             else:
                 skipped[name] = reason
     if recipe == "mxfp8":
-        swap_in_mxfp8(model, converted, emulate=emulate)
+        swap_in_mxfp8(stage, converted, emulate=emulate)
     else:
-        swap_in_float8(model, converted, recipe=recipe, all_gather=all_gather, emulate=emulate)
+        swap_in_float8(stage, converted, recipe=recipe, all_gather=all_gather, emulate=emulate)
     return converted, skipped
 
 
-def swap_in_float8(model, names, *, recipe, all_gather, emulate):
+def swap_in_float8(stage, names, *, recipe, all_gather, emulate):
     with quiet_torchao():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     config = dataclasses.replace(
@@ -236,11 +236,11 @@ def swap_in_float8(model, names, *, recipe, all_gather, emulate):
         emulate=emulate,
     )
     convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda module, name: name in names
+        stage, config=config, module_filter_fn=lambda module, name: name in names
     )
 
 
-def swap_in_mxfp8(model, names, *, emulate):
+def swap_in_mxfp8(stage, names, *, emulate):
     with quiet_torchao():
         from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
         from torchao.prototype.mx_formats import kernels
@@ -258,13 +258,13 @@ def swap_in_mxfp8(model, names, *, emulate):
     # and checkpoints need to know nothing about MXFP8
     kernel = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
     for name in names:
-        old = model.get_submodule(name)
+        old = stage.get_submodule(name)
         with torch.device("meta"):
             new = MXFP8Linear(
                 old.in_features, old.out_features, bias=False, kernel_preference=kernel
             )
         new.weight = old.weight
-        model.set_submodule(name, new)
+        stage.set_submodule(name, new)
 
 
 # ---- 4. Tensor parallelism ---------------------------------------------------------------------
@@ -329,8 +329,8 @@ def float8_tp_styles(recipe):
 # ---- 5. Float8 all-gather with FSDP2 -----------------------------------------------------------
 
 
-def precompute_float8_scales(model_parts):
-    """Compute the scales of all float8-gathered weights of this rank's parts at once.
+def precompute_float8_scales(stages):
+    """Compute the scales of all float8-gathered weights of this rank's stages at once.
 
     When:    after every change of the weights: initialisation, resume and each optimizer step. A
              scale kept from older weights would be used without an error.
@@ -339,4 +339,4 @@ def precompute_float8_scales(model_parts):
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(model_parts))
+    precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(stages))

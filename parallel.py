@@ -101,6 +101,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -561,9 +562,10 @@ def apply_fsdp(stage, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
     if stage.norm is not None:
         fully_shard(ends, reshard_after_forward=reshard == "always", **options)
     fully_shard(stage, **options)  # the root: no parameters of its own, it drives the others
-    n_ranks = mesh["dp_replicate"].size() * mesh["fsdp"].size()
-    for module in stage.modules() if n_ranks > 1 else ():
-        if hasattr(module, "set_gradient_divide_factor"):  # an FSDP unit
+    if mesh["dp_replicate"].size() * mesh["fsdp"].size() == 1:
+        return  # nothing is summed
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # sums, not means
             module.set_force_sum_reduction_for_comms(True)  # by SUM, which gloo has too
 

@@ -503,8 +503,8 @@ def build_schedule(modules, schedule, *, n_microbatches, loss_fn, pp_mesh, micro
     indices = stages_of_rank(pp_rank, pp, n_stages, schedule)
     tokens, activation = microbatch
     activation = activation.detach().requires_grad_()  # its gradient is sent back
-    for module in modules if splits_backward(schedule) else ():
-        if isinstance(module, FSDPModule):
+    for module in modules:
+        if splits_backward(schedule) and isinstance(module, FSDPModule):
             # I looks for the weights in the graph; freed ones are not found, and W skips them
             module.set_reshard_after_forward(False)
     stages = [

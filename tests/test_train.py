@@ -505,7 +505,8 @@ def test_validation_weighs_tokens_and_ends_on_ranks_with_unequal_shares(folder, 
 
 def test_validation_under_a_pipeline_and_the_row_it_is_logged_in(folder):
     flags = f"{SHARD_BATCH} --steps 3 --val-data text --val-every 2 --optimizer sgd --lr 0.3"
-    train_on(1, f"{flags} --out val-1", folder)
+    said = train_on(1, f"{flags} --out val-1", folder)
+    assert "--val-data holds the same tokens, and tells nothing of other text" in said
     train_on(2, f"{flags} --pp 2 --local-batch-size 4 --out val-pp", folder)
     one, two = metrics_of(folder, "val-1"), metrics_of(folder, "val-pp")
     assert [row["step"] for row in one if "val_loss" in row] == [2, 3]
