@@ -21,8 +21,7 @@ laptop less than a minute. An `Account` (a tracker, as such modes are called) se
 
 It goes into OUT/simulation.json, OUT/timeline.svg and, shorter, to the console.
 
-Left out: time; what kernels and NCCL take for themselves; fusion, by compile or in
-CUDA's kernels (RMSNorm is several operations here, which keep float32 copies). --compile and
+Left out: time; what kernels and NCCL take for themselves; fusion by compile. --compile and
 --async-tp have no effect, mxfp8 is emulated for want of its kernels, and CPU offload changes
 nothing, since host and device are one here.
 
@@ -473,6 +472,36 @@ def thin_causal_mask(dtype):
         CausalBias._materialize = original
 
 
+class FusedNorm(torch.autograd.Function):
+    """RMSNorm as CUDA's kernel keeps it, for fake tensors, whose values nobody reads.
+
+    A CPU computes it by several operations, which keep two float32 copies of x for the backward
+    pass; the kernel keeps x, its weight and one float32 number a token, and needs no other memory.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        """x and its norm (B, T, D)."""
+        ctx.save_for_backward(x, weight, x.sum(-1, keepdim=True, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Of x, and of the weight a sum over tokens: under tp a partial one, to be reduced."""
+        return torch.empty_like(grad), grad.sum(tuple(range(grad.ndim - 1)))
+
+
+@contextmanager
+def fused_norms():
+    """While open, RMSNorm is `FusedNorm`."""
+    original = nn.RMSNorm.forward
+    nn.RMSNorm.forward = lambda self, x: FusedNorm.apply(x, self.weight)
+    try:
+        yield
+    finally:
+        nn.RMSNorm.forward = original
+
+
 def skip_warmup(schedule):
     """For a fake process group: start without the ranks' vote on whether all shapes are known.
 
@@ -502,8 +531,10 @@ def trace_rank(args, config, rank):
     with redirect_stdout(plan):
         job = train.build(args, config, torch.device("cpu"))
         watch.print_pairs(train.describe_job(args, job, "simulated"))
-    with FakeTensorMode(allow_non_fake_inputs=True), thin_causal_mask(
-        train.DTYPES[args.param_dtype]
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        thin_causal_mask(train.DTYPES[args.param_dtype]),
+        fused_norms(),
     ):
         job = train.start(args, job, draw=lambda name, shape: torch.empty(shape))
         if job.schedule:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import paper_tables
@@ -143,6 +144,7 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(name, tmp_path, m
     world_size, flags = MESHES[name]
     flags += "" if "--param-dtype" in flags else " --param-dtype fp32"
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
+    monkeypatch.setattr(simulate, "fused_norms", nullcontext)  # real ranks here are CPUs
     real = run_ranks(world_size, real_step, flags)
     ranks = " ".join(map(str, range(world_size)))
     simulated = run(tmp_path, f"{flags} --world-size {world_size} --ranks {ranks}")
@@ -203,8 +205,9 @@ def test_tensor_parallel_ranks_share_the_flops(tmp_path):
     assert shared["flops"] == {phase: n // 4 for phase, n in alone["flops"].items()}
 
 
-def test_the_8b_row_of_the_paper(tmp_path):
+def test_the_8b_row_of_the_paper(tmp_path, monkeypatch):
     """16 N / 8 bytes of state; blocks gathered twice and their gradients scattered once."""
+    monkeypatch.setattr(simulate, "fused_norms", nullcontext)  # as MemTracker saw it, on a CPU
     found = run(tmp_path, f"@{ROOT}/recipes/llama3_8b.args --world-size 8")
     (rank,) = found["ranks"]
     N, c = 8_030_261_248, model.MODELS["8b"]
@@ -342,6 +345,33 @@ def test_the_8b_row_reserves_what_was_published(tmp_path, monkeypatch):
     # the sharded gradients are in a pool of their own, 4 bytes for each of N / 8
     by_stream = found["True"]["reserved_bytes_by_stream"].values()
     assert any(n == pytest.approx(4 * 8_030_261_248 / 8, rel=0.02) for n in by_stream)
+
+
+def saved_by(norm, x):
+    """Shapes and dtypes of what a module keeps for its backward pass."""
+    saved = []
+
+    def note(tensor):
+        saved.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = norm(x)
+    y.sum().backward()
+    assert y.shape == x.shape == x.grad.shape and norm.weight.grad.shape == norm.weight.shape
+    return saved
+
+
+def test_a_norm_keeps_what_cudas_kernel_keeps():
+    """x, the weight, and one number a token; a CPU keeps float32 copies of x."""
+    norm = torch.nn.RMSNorm(16).bfloat16()
+    x = torch.randn(2, 8, 16, dtype=torch.bfloat16, requires_grad=True)
+    with simulate.fused_norms():
+        fused = saved_by(norm, x)
+    assert fused == [
+        ((2, 8, 16), torch.bfloat16), ((16,), torch.bfloat16), ((2, 8, 1), torch.float32),
+    ]  # fmt: skip
+    assert saved_by(norm, x).count(((2, 8, 16), torch.float32)) >= 2
 
 
 # ---- schedules ---------------------------------------------------------------------------------
