@@ -430,7 +430,7 @@ def apply_ac(stage, ac):
                    its 7 matmuls, as the last one's output is not needed (7 with float8, which saves
                    more for its backward)
              op    a block saves some expensive results and recomputes the rest: norms, RoPE, silu
-                   and 3 matmuls (`selective_contexts`)
+                   and 3 matmuls (4 with float8 unless compiled; `selective_contexts`)
              "N"   `full` for every Nth block, counted by the block's number in the whole model
     Saves:   bytes per token and block in bf16, 8B's shape, counted on CPU: none 225,416, op 55,424
              = 2 (3 D + K Dh + F) + 4 H, full 8,192 = 2 D.

@@ -104,8 +104,13 @@ def eager_contexts():
 
 
 def apply_published_fsdp(apply, stage, mesh, **options):
-    """tok_embeddings, norm and output are one unit that is never freed, as for tied embeddings."""
-    config, stage.config = stage.config, dataclasses.replace(stage.config, tied_embeddings=True)
+    """tok_embeddings, norm and output are one unit that is never freed, as for tied embeddings.
+
+    Under a pipeline no unit is freed, and the two ends are on different stages.
+    """
+    config = stage.config
+    if stage.tok_embeddings is not None and stage.norm is not None:
+        stage.config = dataclasses.replace(config, tied_embeddings=True)
     apply(stage, mesh, **options)
     stage.config = config
 
