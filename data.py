@@ -188,11 +188,16 @@ def find_texts(data):
     return sorted(texts, key=Path.as_posix)
 
 
+def suffix_of(path):
+    """Which of SUFFIXES says how the file is read."""
+    return next(suffix for suffix in SUFFIXES if path.name.endswith(suffix))
+
+
 def describe_choice(data, texts):
     """What of --data is read and what is left out, by kind; None if it is all of one kind."""
     files, broken = list_files(data) if data is not None else ([], [])
     chosen = set(texts)
-    kinds = Counter("".join(path.suffixes[-2:]) or path.name for path in texts)
+    kinds = Counter(map(suffix_of, texts))
     left = Counter(path.suffix or path.name for path in files if path not in chosen)
     left += Counter({"broken links": len(broken)})
     if data is None or (len(kinds) == 1 and not left):
@@ -548,7 +553,7 @@ def content_key(files, tokenizer, data_cache, *, is_builder):
         for path in files:
             with open(path, "rb") as file:
                 of_file = hashlib.file_digest(file, "sha256").hexdigest()
-            digest.update(f"{path.suffixes[-2:]} {of_file}".encode())
+            digest.update(f"{suffix_of(path)} {of_file}".encode())
         data_cache.mkdir(parents=True, exist_ok=True)
         unfinished = note.with_name(f"{note.name}.{os.getpid()}")
         unfinished.write_text(digest.hexdigest()[:16])

@@ -556,7 +556,7 @@ def trace_rank(args, config, rank):
         "rank": rank,
         "coordinates": {axis: job.mesh[axis].get_local_rank() for axis in axes},
         "stages": [pipeline.span(names) for names in units],
-        "parameters": sum(parallel.local_tensor(p).numel() for p in job.parameters),
+        "parameters": job.n_local,
         "state_bytes": account.state_bytes,
         "peak_bytes": sum(peak_bytes.values()),
         "reserved_bytes": sum(reserved.values()),

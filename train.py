@@ -87,6 +87,11 @@ class Job:
         return [parameter for stage in self.stages for parameter in stage.parameters()]
 
     @property
+    def n_local(self):
+        """How many numbers this rank holds of its parameters."""
+        return sum(parallel.local_tensor(parameter).numel() for parameter in self.parameters)
+
+    @property
     def weights(self):
         """(name, parameter) pairs of all its stages, under the names of model.py, one by one."""
         return (pair for stage in self.stages for pair in parallel.named_weights(stage))
@@ -553,7 +558,6 @@ def describe_job(args, job, place):
     """(label, text) pairs: model, ranks, stages, memory per rank and batch; `place`, "on cuda"."""
     c, seq_len, n_data = job.config, args.seq_len, job.mesh["data"].size()
     whole, local = args.global_batch_size, args.local_batch_size
-    n_local = sum(parallel.local_tensor(parameter).numel() for parameter in job.parameters)
     n_numbers = 2 + N_STATES[args.optimizer]
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees_of(args).items())
     pairs = [
@@ -561,8 +565,8 @@ def describe_job(args, job, place):
          f"dim {c.dim}, vocabulary {c.vocab_size:,}"),
         ("ranks", f"{dist.get_world_size()} {place}: {axes}; computes in {args.param_dtype}, sums "
          f"gradients in {args.reduce_dtype}"),
-        ("memory", f"{n_local:,} parameters on this rank; with gradients and optimizer states "
-         f"{n_local * 4 * n_numbers / 2**20:,.1f} MiB"),
+        ("memory", f"{job.n_local:,} parameters on this rank; with gradients and optimizer states "
+         f"{job.n_local * 4 * n_numbers / 2**20:,.1f} MiB"),
         ("batch", f"{whole} sequences x {seq_len} = {whole * seq_len:,} tokens a step; {n_data} "
          f"data rank(s) x {local} x {whole // (n_data * local)} accumulated"),
     ]  # fmt: skip
@@ -578,11 +582,10 @@ def describe_job(args, job, place):
 
 def check_fit(job, hardware, *, n_numbers, on_host):
     """Raise TrainingError if a rank has no memory for its states, before it asks for any."""
-    n_local = sum(parallel.local_tensor(parameter).numel() for parameter in job.parameters)
     drawn = max(math.prod(shape) for shape in job.shapes.values())  # whole, one at a time
     on_gpu = job.device.type == "cuda" and not on_host
     watch.check_memory(
-        4 * (n_local * n_numbers + drawn),
+        4 * (job.n_local * n_numbers + drawn),
         hardware.memory_bytes if on_gpu else watch.free_host_bytes(),
         1 if on_gpu else from_torchrun("LOCAL_WORLD_SIZE"),
     )
@@ -998,7 +1001,7 @@ def check_needs(args):
          f"the run ends at --steps {args.steps}", "trace earlier steps"),
     ):  # fmt: skip
         for name in names:
-            if is_given(args, name) and not is_met:
+            if not is_met and is_given(args, name):
                 raise ValueError(
                     f"{flag_of(name)} {getattr(args, name)} would do nothing: {missing}; "
                     f"{way_out}, or leave {flag_of(name)} out"

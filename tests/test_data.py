@@ -218,18 +218,18 @@ def test_a_parquet_column_is_read_as_other_files_are(kind, tmp_path):
 
 def test_links_add_no_second_copy_and_what_is_left_out_is_said(tmp_path, capsys):
     (tmp_path / "c/sub").mkdir(parents=True)
-    for name, text in (("a.jsonl", '{"text": "a"}'), ("sub/b.jsonl", '{"text": "b"}')):
+    for name, text in (("a.v1.jsonl", '{"text": "a"}'), ("sub/b.jsonl", '{"text": "b"}')):
         (tmp_path / "c" / name).write_text(text)
     (tmp_path / "c/LICENSE.txt").write_text("c")
     for name in ("d.JSONL", "e.json", "f.zst", "g.zst"):
         (tmp_path / "c" / name).write_text("x")
     (tmp_path / "c/self").symlink_to(".")
     (tmp_path / "c/sub/up").symlink_to("..")
-    (tmp_path / "c/z-again.jsonl").symlink_to("a.jsonl")
-    os.link(tmp_path / "c/a.jsonl", tmp_path / "c/z-hard.jsonl")
+    (tmp_path / "c/z-again.jsonl").symlink_to("a.v1.jsonl")
+    os.link(tmp_path / "c/a.v1.jsonl", tmp_path / "c/z-hard.jsonl")
     (tmp_path / "c/gone.jsonl").symlink_to("nowhere")
     texts = data.find_texts(tmp_path / "c")
-    assert [path.name for path in texts] == ["LICENSE.txt", "a.jsonl", "b.jsonl"]
+    assert [path.name for path in texts] == ["LICENSE.txt", "a.v1.jsonl", "b.jsonl"]
     data.open_tokens(tmp_path / "c", "bytes", data_cache=tmp_path / "cache", is_builder=True)
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "read are" in line]
     assert said.endswith(
