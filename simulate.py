@@ -34,6 +34,7 @@ Source: FakeTensorMode and the fake process group are torch's own; FLOPs as MFU 
 import argparse
 import bisect
 import dataclasses
+import gc
 import io
 import json
 import math
@@ -332,7 +333,8 @@ class Account(TorchDispatchMode):
 #     sizes       are rounded up to 512 bytes; those up to 1 MiB are small, and have their own pool
 #     segments    of a pool: 2 MiB for small ones; 20 MiB below 10 MiB; else rounded up to 2 MiB
 #     expandable  one segment a pool, which grows at its end by pages of 2 MiB (small) or 20 MiB
-#     best fit    the smallest free block that is large enough, the growing end last
+#     best fit    the smallest free block that is large enough, of equal ones that with the lowest
+#                 address, the growing end last
 #     split       what is left over stays a free block: from 512 bytes on, in large segments that do
 #                 not expand from 1 MiB on
 #     merge       a block that is freed joins the free ones beside it; segments are never given back
@@ -341,12 +343,13 @@ MIB = 2**20
 
 
 class Block:
-    """A piece of a segment, in a chain of such."""
+    """A piece of a segment, with its neighbours; `start` is its address in the pool."""
 
-    __slots__ = ("size", "is_free", "before", "after")
+    __slots__ = ("start", "size", "is_free", "before", "after")
 
-    def __init__(self, size, before=None, after=None):
-        self.size, self.is_free, self.before, self.after = size, True, before, after
+    def __init__(self, start, size, before=None, after=None):
+        self.start, self.size, self.is_free = start, size, True
+        self.before, self.after = before, after
 
 
 class Pool:
@@ -354,16 +357,16 @@ class Pool:
 
     def __init__(self, *, is_small, is_expandable):
         self.is_small, self.is_expandable = is_small, is_expandable
-        self.free = []  # (size, id, block), ascending
+        self.free = []  # (size, start, block), ascending
         self.end = None  # the last block of the segment that expands
         self.reserved = 0
 
     def put(self, block):
         block.is_free = True
-        bisect.insort(self.free, (block.size, id(block), block))
+        bisect.insort(self.free, (block.size, block.start, block))
 
     def remove(self, block):
-        del self.free[bisect.bisect_left(self.free, (block.size, id(block)))]
+        del self.free[bisect.bisect_left(self.free, (block.size, block.start))]
 
     def take(self, size):
         """A block of this size, from the best free one or from new memory."""
@@ -373,7 +376,7 @@ class Pool:
         block = self.free.pop(i)[2] if i < len(self.free) else self.grow(size)
         left = block.size - size
         if left >= (512 if self.is_small or self.is_expandable else MIB + 1):
-            rest = Block(left, before=block, after=block.after)
+            rest = Block(block.start + size, left, before=block, after=block.after)
             if block.after:
                 block.after.before = rest
             block.after, block.size = rest, size
@@ -389,10 +392,10 @@ class Pool:
             if size >= 10 * MIB:
                 segment = -(-size // (2 * MIB)) * 2 * MIB
             self.reserved += segment
-            return Block(segment)
+            return Block(self.reserved - segment, segment)
         page = 2 * MIB if self.is_small else 20 * MIB
         if not self.end or not self.end.is_free:
-            block = Block(0, before=self.end)
+            block = Block(self.reserved, 0, before=self.end)
             if self.end:
                 self.end.after = block
             self.end = block
@@ -523,6 +526,7 @@ def trace_rank(args, config, rank):
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # brings the fake backend
 
+    gc.disable()  # as in a run; and what cycles hold would be given back at chance moments
     started_s = time.perf_counter()
     args = argparse.Namespace(**vars(args) | {"compile": False, "async_tp": False})
     args.float8_emulate |= args.float8 == "mxfp8"
