@@ -59,11 +59,13 @@ import tempfile
 import threading
 import uuid
 import warnings
+import weakref
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -352,17 +354,18 @@ class StagingPlanner(dcp.DefaultSavePlanner):
 
     def __init__(self):
         super().__init__()
-        self.host = None  # {key: tensor}, made by the first save, overwritten by all later ones
+        self.host = None  # {key: tensor} for the copy, which every save overwrites
         self.staged = threading.Event()
+
+    def reserve(self, state):
+        """Make the memory for copies of such a state, once."""
+        if self.host is None:
+            self.host = empty_on_host(state)
 
     @torch.no_grad()
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
         """In the thread that saves: copy, let the optimizer go on, plan."""
-        if self.host is None:
-            self.host = {
-                key: with_local_tensor(tensor, empty_on_host(local_tensor(tensor)))
-                for key, tensor in state_dict.items()
-            }
+        self.reserve(state_dict)
         copies = [local_tensor(self.host[key]) for key in state_dict]
         # one call, and without Python's lock, so that the loop goes on meanwhile
         originals = list(map(local_tensor, state_dict.values()))
@@ -373,9 +376,28 @@ class StagingPlanner(dcp.DefaultSavePlanner):
         super().set_up_planner(self.host, storage_meta, is_coordinator)
 
 
-def empty_on_host(tensor):
-    """Host memory for a copy; a GPU copies in the background only if it is pinned."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
+def empty_on_host(state):
+    """Host memory for a copy of the state: {key: tensor}, each in its piece of one flat buffer.
+
+    A GPU copies in the background only to pinned memory. torch's own allocator of pinned memory
+    would round every request up to a power of two, so the buffer is registered with CUDA instead.
+    """
+    likes = {key: local_tensor(tensor) for key, tensor in state.items()}
+    starts = [0, *accumulate(-(-like.nbytes // 64) * 64 for like in likes.values())]  # aligned
+    flat = torch.empty(starts[-1], dtype=torch.uint8).numpy()  # kept alive by the pieces
+    if torch.cuda.is_available():
+        cuda, place = torch.cuda.cudart(), flat.ctypes.data
+        torch.cuda.check_error(cuda.cudaHostRegister(place, flat.nbytes, 1))
+        weakref.finalize(flat, cuda.cudaHostUnregister, place)
+    pieces = []
+    for like, start in zip(likes.values(), starts, strict=False):
+        piece = torch.empty(0, dtype=like.dtype)
+        if like.numel():  # a tensor with a storage of its own: DCP would clone a view to write it
+            where = {"count": like.numel(), "offset": start}
+            piece = torch.frombuffer(flat, dtype=like.dtype, **where)
+        pieces.append(piece.view(like.shape))
+    pairs = zip(state.items(), pieces, strict=True)
+    return {key: with_local_tensor(tensor, piece) for (key, tensor), piece in pairs}
 
 
 class Checkpointer:
@@ -411,6 +433,11 @@ class Checkpointer:
         self.planner = StagingPlanner()
         # copies must not queue behind the next step's kernels
         self.stream = torch.cuda.Stream() if has_gpu else None
+
+    def prepare(self, stages, optimizer) -> None:
+        """After a first step: let the thread make the memory for copies before a save needs it."""
+        if self.mode == "async":
+            self.thread.submit(self.planner.reserve, build_state(stages, optimizer))
 
     def save(self, step: int, stages, optimizer, train_state: dict) -> None:
         """Begin to save step `step`, also if the save before turns out to have failed."""

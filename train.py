@@ -490,6 +490,8 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
                 gc.collect(1)
             if step == done + 1:
                 watch.set_timeouts(args.timeout_s, but=checkpointer and checkpointer.group)
+                if checkpointer:
+                    checkpointer.prepare(job.stages, job.optimizer)
             if profiler:
                 profiler.step()
     except Exception:

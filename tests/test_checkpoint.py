@@ -6,6 +6,7 @@ give back is known without reading one. Comparisons are bitwise: saving and load
 
 import dataclasses
 import errno
+import gc
 import io
 import json
 import math
@@ -19,6 +20,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -504,13 +506,13 @@ def check_failed_staging(folder):
     parts, _ = build("dp2")
     optimizer = build_optimizer(parts)
     saver = checkpoint.Checkpointer(folder, mode="async", keep_latest=0)
-    make, left = checkpoint.empty_on_host, [7]
+    make, left = checkpoint.empty_on_host, [1]
 
-    def no_memory(tensor):
+    def no_memory(state):
         left[0] -= 1
         if dist.get_rank() == 1 and left[0] == 0:
             raise MemoryError("no room for a copy")
-        return make(tensor)
+        return make(state)
 
     checkpoint.empty_on_host = no_memory
     for step in (3, 6):
@@ -528,6 +530,54 @@ def test_a_rank_without_memory_for_the_copy_fails_the_save_on_all_ranks_and_not_
     run_ranks(2, check_failed_staging, tmp_path)
     assert checkpoint.list_checkpoints(tmp_path) == [6]
     assert checkpoint.unpublished(tmp_path) == []
+
+
+def check_staging_memory(folder):
+    """Local rank 3 of a host with GPUs, as far as a CPU can show: what CUDA is asked for, where."""
+    parts, _ = build("dp3")
+    optimizer = build_optimizer(parts)
+    fill(parts, optimizer, 3, shapes_of(CONFIG))
+    state = checkpoint.build_state(parts, optimizer)
+    plain = [checkpoint.local_tensor(tensor) for tensor in state.values()]
+    asked = []
+
+    def note(*what):
+        asked.append((*what, threading.current_thread() is threading.main_thread()))
+        return 0
+
+    torch.cuda.is_available, torch.cuda.current_device = (lambda: True), (lambda: 3)
+    torch.cuda.Stream, torch.cuda.check_error = (lambda: None), (lambda code: None)
+    torch.cuda.set_device = partial(note, "set_device")
+    torch.cuda.cudart = lambda: SimpleNamespace(
+        cudaHostRegister=partial(note, "register"), cudaHostUnregister=partial(note, "unregister")
+    )
+    saver = checkpoint.Checkpointer(folder, mode="async", keep_latest=0)
+    saver.prepare(parts, optimizer)
+    saver.thread.submit(int).result()  # what was submitted before is done
+    device, (what, place, n_bytes, flags, in_main) = asked
+    assert device == ("set_device", 3, False) and (what, flags, in_main) == ("register", 1, False)
+    host = {key: checkpoint.local_tensor(copy) for key, copy in saver.planner.host.items()}
+    assert host.keys() == state.keys()
+    end = place
+    for tensor, copy in zip(plain, host.values(), strict=True):
+        assert (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype)
+        assert copy.untyped_storage().nbytes() == tensor.nbytes, "no view, which DCP would clone"
+        if copy.numel():
+            assert copy.data_ptr() % 64 == 0 and 0 <= copy.data_ptr() - end < 64
+            end = copy.data_ptr() + copy.nbytes
+    assert any(tensor.numel() == 0 for tensor in plain) == (dist.get_rank() == 2)
+    assert sum(t.nbytes for t in plain) <= n_bytes < end - place + 64, "nor anything rounded up"
+    made = saver.planner.host
+    saver.planner.reserve(state)
+    assert saver.planner.host is made, "one memory for all saves"
+    saver.close()
+    del host, made, copy, saver
+    gc.collect()
+    assert asked[2:] == [("unregister", place, True)]
+
+
+def test_staging_memory_is_one_pinned_buffer_made_ahead_by_a_thread_of_the_ranks_gpu(tmp_path):
+    run_ranks(3, check_staging_memory, tmp_path)
 
 
 def save_steps(folder, steps, keep_latest, protected_step):

@@ -291,8 +291,10 @@ def watch_the_wires(rank):
                 is_held = False
         except ValueError:
             is_held = True
+        made[0].thread.submit(int).result()  # what it was given before is done
         seen.append({
             "lock is held": is_held, "gc is on": gc.isenabled(),
+            "can copy": made[0].planner.host is not None,
             "timeout_s": timeout_s(dist.group.WORLD), "its own": timeout_s(made[0].group),
             "of the mesh": timeout_s(job.mesh["fsdp"].get_group()),
             "lr": [group["lr"] for group in job.optimizer.param_groups],
@@ -311,6 +313,7 @@ def test_a_run_holds_its_folder_and_collects_no_garbage_and_notices_hangs_soon(f
     assert [row["gc is on"] for row in seen] == [False] * 4
     assert [row["timeout_s"] for row in seen] == [600, 77, 77, 77], "shorter after the first step"
     assert [row["of the mesh"] for row in seen] == [600, 77, 77, 77]
+    assert [row["can copy"] for row in seen] == [False, True, True, True], "before the first save"
     assert min(row["its own"] for row in seen) > 600, "a checkpoint's group waits for slow disks"
     assert [row["lr"] for row in seen] == [pytest.approx([0.1 * step]) for step in (1, 2, 3, 4)]
 
