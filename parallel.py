@@ -125,6 +125,7 @@ from torch.utils.checkpoint import (
 #     torch.distributed.device_mesh.DeviceMesh._unflatten      axes of the same ranks cut otherwise
 #     torch.distributed.device_mesh.DeviceMesh._flatten        one group of two axes
 #     torch.distributed._functional_collectives                an all-gather that autograd knows
+#     torch.distributed._functional_collectives._maybe_view_chunk_cat   how a gather is put together
 #     torch.distributed._symmetric_memory                      and the next: asynchronous tp
 #     torch._inductor.config._micro_pipeline_tp
 #     torch.distributed.algorithms._checkpoint.checkpoint_wrapper  saves a block's input alone
@@ -498,7 +499,16 @@ def enable_async_tp(tp_mesh):
 
     An all-gather with the matmuls that read it becomes fused_all_gather_matmul, a matmul with the
     reduce-scatter of its result fused_matmul_reduce_scatter; both move data through symmetric
-    memory, which the GPUs of one host map into each other's address space.
+    memory, which the GPUs of one host map into each other's address space. Which of a block's 4
+    collectives each way the compiler of torch 2.13 fuses:
+
+                                    forward                     backward
+        bf16, float8 tensorwise     all                         the 2 all-gathers
+        other recipes of float8     the 2 reduce-scatters       none
+
+    The reduce-scatters of a backward are of a sum of matmuls (wq wk wv, or w1 w3), which it does
+    not know. Recipes other than tensorwise quantise what was gathered, and only that is multiplied.
+    With tensorwise, --float8-all-gather saves 7 all-reduces of a weight's scale a block over tp.
 
     Needs:   compiled blocks, CUDA with NVLink between all tp ranks, tp > 1.
     Source:  paper §2.2.3 and B.6.
@@ -506,6 +516,9 @@ def enable_async_tp(tp_mesh):
     import torch._inductor.config as inductor
 
     inductor._micro_pipeline_tp = True
+    # one sequence's gather is a view of what arrives, which the compiler's pass does not know: let
+    # it be put together from pieces as several are, though that copies where nothing is fused
+    funcol._maybe_view_chunk_cat = lambda arrived, n, dim: torch.cat(arrived.chunk(n), dim=dim)
     with warnings.catch_warnings():
         # called deprecated and needless, but without it the compiler's pass returns at once
         warnings.simplefilter("ignore", FutureWarning)

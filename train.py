@@ -594,13 +594,15 @@ def check_fit(job, hardware, *, n_numbers, on_host):
 
 
 def describe_moot(args):
-    """(label, text) pairs about settings that other flags make moot, but that recipes may hold."""
+    """(label, text) pairs about settings that other flags make moot, in part or whole."""
     pairs = []
     if args.warmup_steps > args.steps:
         pairs.append(f"--warmup-steps {args.warmup_steps} is cut to --steps {args.steps}")
     for name in ("pp_schedule", "microbatch_size") if args.pp == 1 else ():
         if is_given(args, name):
             pairs.append(f"{flag_of(name)} {getattr(args, name)} does nothing, as --pp is 1")
+    if args.async_tp and args.float8 not in (None, "tensorwise"):
+        pairs.append("--async-tp overlaps no all-gather with this --float8, but with tensorwise")
     return [("note", text) for text in pairs]
 
 

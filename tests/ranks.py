@@ -11,6 +11,9 @@ ranks itself. It returns the exit status of the ranks and what they printed.
 
 `train_on` is `run_program` for a tiny model that must succeed, `metrics_of` what it logged, and
 `make_job("--tp 2 ...")`, inside a rank, the job that train.py's main would train.
+
+`async_tp_graphs` needs a process of its own: what AsyncTP makes of a block on a tp group that is
+only pretended.
 """
 
 import json
@@ -23,6 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -88,6 +92,57 @@ def make_job(flags):
     world_size, hardware = dist.get_world_size(), train.Hardware("cpu", None, 0, None)
     args, config = train.read_flags(shlex.split(flags), hardware, world_size)
     return args, train.start(args, train.build(args, config, torch.device("cpu")))
+
+
+def async_tp_graphs(tp, cases):
+    """For each flags: collectives of a block's forward and of its backward, after the pass.
+
+    Both graphs are compiled as for CUDA, up to the machine code, which nobody runs.
+    Returns: [({name: number} of the forward, of the backward), ...]
+    """
+    import torch._functorch.config
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.fx_passes import post_grad
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import float8
+    import train
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
+    dist.is_nccl_available = lambda: True  # else the pass returns at once
+    float8.gather_float8_as_bytes = lambda: None  # for gloo only
+    torch._functorch.config.force_non_lazy_backward_lowering = True  # with the forward
+    torch._functorch.config.enable_autograd_cache = False
+    torch._inductor.config.fx_graph_cache = False
+    AsyncCompile.cpp_pybinding = lambda *_: None
+    overlap, h100 = post_grad.micro_pipeline_tp_pass, train.Hardware("cuda", (9, 0), 8, None)
+    found = []
+    for flags in cases:
+        graphs = []
+
+        def spy(graph, graphs=graphs):
+            overlap(graph)
+            calls = [node.target for node in graph.nodes if node.op == "call_function"]
+            sending = ("_c10d_functional", "symm_mem")
+            names = [c.__name__ for c in calls if getattr(c, "namespace", None) in sending]
+            graphs.append(dict(Counter(name.split(".")[0] for name in names)))
+            if len(graphs) == 2:
+                raise StopIteration("both are seen")
+
+        post_grad.micro_pipeline_tp_pass = spy
+        torch._dynamo.reset()
+        argv = f"--tp {tp} --compile --async-tp {flags}".split()
+        args, config = train.read_flags(argv, h100, tp)
+        job = train.start(args, train.build(args, config, torch.device("cpu")))
+        try:
+            job.stages[0](torch.zeros(args.local_batch_size, args.seq_len, dtype=torch.int64))
+        except Exception:
+            if len(graphs) < 2:
+                raise
+        found.append(graphs)
+    return found
 
 
 def run_program(world_size, flags, *, cwd, before=None, timeout_s=180, grace_s=1):

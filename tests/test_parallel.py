@@ -13,7 +13,7 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import make_job, run_ranks
+from ranks import async_tp_graphs, make_job, run_ranks
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -725,44 +725,36 @@ def test_inductor_computes_the_eager_loss_and_gradients():
     assert loss_error < 1e-5 and gradient_error < 1e-4  # float32 in another order: parity.py
 
 
-def compile_async_tp():
-    """Collectives in the graph of a block before and after the compiler's pass, as rank 0 of 4."""
-    from torch._inductor.fx_passes import post_grad
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    dist.is_nccl_available = lambda: True  # else the pass returns at once
-    overlap, seen = post_grad.micro_pipeline_tp_pass, []
-
-    def names(graph):
-        calls = [node.target for node in graph.nodes if node.op == "call_function"]
-        sending = ("_c10d_functional", "symm_mem")
-        calls = [call for call in calls if getattr(call, "namespace", None) in sending]
-        return Counter(call.__name__.split(".")[0] for call in calls)
-
-    def spy(graph):
-        before = names(graph)
-        overlap(graph)
-        seen.append((before, names(graph)))
-
-    post_grad.micro_pipeline_tp_pass = spy
-    flags = f"{parity.BASE} --tp 4 --compile --async-tp --set n_layers=1"
-    h100 = train.Hardware("cuda", (9, 0), 8, None)  # check_args asks for it
-    args, config = train.read_flags(flags.split(), h100, 4)
-    job = train.start(args, train.build(args, config, torch.device("cpu")))
-    try:
-        job.stages[0](torch.zeros(2, T, dtype=torch.int64))
-    except NotImplementedError:
-        pass  # the fused operators have no CPU kernel
-    return seen
+ASYNC_TP = (  # every linear is converted, of 16 rows at least on 4 ranks; sequences in a forward
+    "--set dim=128 n_layers=1 n_heads=8 n_kv_heads=4 ffn_dim=256 vocab_size=256 --seq-len 64 "
+    "--optimizer sgd --param-dtype bf16 --local-batch-size"
+)
+FUSED = Counter(fused_all_gather_matmul=2, fused_matmul_reduce_scatter=2)
+FUSED8 = Counter(fused_all_gather_scaled_matmul=2, fused_scaled_matmul_reduce_scatter=2)
+SUMS = {"reduce_scatter_tensor": 2}  # of several matmuls' gradients, which the pass leaves alone
 
 
-def test_async_tp_fuses_every_collective_of_a_block_with_its_matmuls():
-    ((before, after),) = run_ranks(1, compile_async_tp)[0]
-    plain = {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "wait_tensor": 4}
-    assert before == plain
-    assert after == {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
+@pytest.mark.parametrize("n_sequences", [1, 2])
+def test_async_tp_fuses_6_of_a_blocks_8_collectives_with_matmuls_and_2_with_rowwise(n_sequences):
+    """Forward and backward graph: all but the waits. The all-reduces are of scales."""
+    expected = {
+        "": (FUSED, {"fused_all_gather_matmul": 2} | SUMS),
+        "--ac op": (FUSED, {"fused_all_gather_matmul": 4} | SUMS),  # 2 gathered once more
+        "--float8 tensorwise --float8-all-gather": (
+            FUSED8 | {"all_reduce": 4},
+            {"fused_all_gather_scaled_matmul": 2, "all_reduce": 7} | SUMS,
+        ),
+        "--float8 rowwise": (
+            {"all_gather_into_tensor": 2, "fused_scaled_matmul_reduce_scatter": 2, "all_reduce": 9},
+            {"all_gather_into_tensor": 2, "all_reduce": 7} | SUMS,
+        ),
+    }
+    cases = [f"{ASYNC_TP} {n_sequences} {technique}" for technique in expected]
+    (found,) = run_ranks(1, async_tp_graphs, 4, cases, timeout_s=400)
+    for technique, graphs in zip(expected, found, strict=True):
+        for graph in graphs:
+            graph.pop("wait_tensor", None)
+        assert graphs == list(map(dict, expected[technique])), technique
 
 
 # ---- 6. Fully sharded data parallelism ---------------------------------------------------------

@@ -767,6 +767,11 @@ def test_what_a_recipe_may_hold_in_vain_is_noted():
         ("note", "--pp-schedule Interleaved1F1B does nothing, as --pp is 1"),
         ("note", "--microbatch-size 2 does nothing, as --pp is 1"),
     ]
+    h100, flags = train.Hardware("cuda", (9, 0), 8, None), "--tp 2 --compile --async-tp --float8"
+    for recipe, noted in (("tensorwise", 0), ("rowwise", 1), ("rowwise_with_gw_hp", 1)):
+        args, _ = train.read_flags([*flags.split(), recipe], h100, 2)
+        notes = train.describe_moot(args)
+        assert ["overlaps no all-gather" in text for _, text in notes] == [True] * noted
 
 
 @pytest.mark.parametrize(
