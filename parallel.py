@@ -664,7 +664,7 @@ def cross_entropy(logits, labels, n_valid_tokens):
              needs three numbers of all V: their maximum, the sum of the exponentials, and the
              label's own logit. Each is an all-reduce of (B, T) over tp, for (B, T, V) gathered.
     Note:    the softmax is computed in at least float32; the copy of bf16 logits this takes is the
-             largest tensor of a step.
+             largest tensor of a step. Compiled, it is never made.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss_sum = nn.functional.cross_entropy(
@@ -685,8 +685,12 @@ def check_loss_chunks(loss_chunks, *, seq_len, cp, tp):
         )
 
 
-def build_loss(last_stage, loss_chunks, tp):
+def build_loss(last_stage, loss_chunks, tp, *, compile=False, backend="inductor"):
     """Return loss_fn(output, labels, n_valid_tokens), the one callable of every path.
+
+    With `compile` cross_entropy is one graph: it saves bf16 logits and two numbers a token, where
+    eager saves float32 logits. Of loss_chunks it is each piece's, behind the eager head. Not for
+    loss parallelism, whose logits are a DTensor with a softmax of its own.
 
     With loss_chunks > 1 the model stops at norm, and the loss calls the head on one piece of the
     sequence after the other under checkpointing: the logits of one piece exist at a time, in the
@@ -703,12 +707,15 @@ def build_loss(last_stage, loss_chunks, tp):
     Shapes:  output is (B, T, V) logits, or with chunks (B, T/tp, D).
     Costs:   the head's forward runs a second time, in the backward pass, with its collectives.
     """
+    sum_up = cross_entropy
+    if compile:
+        sum_up = torch.compile(cross_entropy, backend=backend, fullgraph=True)
     if loss_chunks == 1 or last_stage.output is None:
-        return cross_entropy
+        return sum_up
     last_stage.stops_at_norm = True
 
     def piece_loss(hidden, labels, n_valid_tokens):
-        return cross_entropy(last_stage.output(hidden), labels, n_valid_tokens)
+        return sum_up(last_stage.output(hidden), labels, n_valid_tokens)
 
     def chunked_loss(hidden, labels, n_valid_tokens):
         pieces = local_tensor(hidden).chunk(loss_chunks, dim=1)  # (B, T/tp/n, D) each

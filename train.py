@@ -186,7 +186,12 @@ def start(args, job, draw=None):
             draw=draw,
             positions=job.positions,
         )
-    loss_fn = parallel.build_loss(job.stages[-1], args.loss_chunks, args.tp)
+    loss_fn = parallel.build_loss(
+        job.stages[-1],
+        args.loss_chunks,
+        args.tp,
+        compile=args.compile and not job.loss_parallel,
+    )
     schedule = None
     if args.pp > 1:  # told the shapes that its stages exchange
         rows, local_len = args.microbatch_size, args.seq_len // args.cp
@@ -800,7 +805,8 @@ def build_parser():
         help="keep parameters, gradients and optimizer on the host -> parallel.py:apply_fsdp")
     add("--ac", type=ac_choice, default="none", metavar="{none,full,op,N}",
         help="recompute activations in the backward pass -> parallel.py:apply_ac")
-    add("--compile", action="store_true", help="each block -> parallel.py:apply_compile")
+    add("--compile", action="store_true", help="each block, and without "
+        "loss parallelism the loss -> parallel.py:apply_compile")
     add("--async-tp", action="store_true",
         help="overlap tp's collectives with matmuls -> parallel.py:enable_async_tp")
     add("--loss-chunks", type=at_least(1), default=1,

@@ -47,6 +47,10 @@ TOLERANCES = {  # loss and norm; gradients, weights
     "fp32": (1e-5, 1e-4),
     "bf16": (2e-3, 3e-2),
 }
+QUICK = {  # what compiles, in parallel.py
+    function.__name__: partial(function, backend="aot_eager")
+    for function in (parallel.apply_compile, parallel.build_loss)
+}
 
 # name -> (ranks, flags); --local-batch-size is set so that the global batch is `accumulation` parts
 MESHES = {
@@ -108,8 +112,7 @@ def run_case(flags, dtype, steps):
     """Train on this rank as train.py would; return what `compare` looks at (all ranks call it)."""
     wide = "fp32" if dtype == "bf16" else dtype
     torch.set_default_dtype(train.DTYPES[wide])  # of master weights and the loss's sums as well
-    compile_blocks = partial(parallel.apply_compile, backend="aot_eager")
-    with mock.patch.object(parallel, "apply_compile", compile_blocks):
+    with mock.patch.multiple(parallel, **QUICK):
         args, job = make_job(f"{BASE} --param-dtype {dtype} --reduce-dtype {wide} {flags}")
     result = {"weights 0": gather_weights(job, lambda p: p), "loss": [], "norm": [], "grads": []}
     per_rank = args.global_batch_size // job.mesh["data"].size()

@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import parity
 import pytest
@@ -54,9 +55,9 @@ VARIATIONS = {  # one factor at a time
 COMPILED = {
     f"{name}, compiled{ac}": accumulated(ranks, f"{flags} --compile{ac}")
     for name, ranks, flags, recomputing in (
-        ("1", 1, "", (" --ac op", " --ac full")),
+        ("1", 1, "", (" --ac op", " --ac full", " --loss-chunks 2")),
         ("dp2", 2, "--dp-shard 2", ()),
-        ("tp2", 2, "--tp 2", (" --ac op", " --ac full")),
+        ("tp2", 2, "--tp 2", (" --ac op", " --ac full", " --no-loss-parallel")),
         ("cp2", 2, "--cp 2", ()),
         ("pp2", 2, "--pp 2", ()),
         ("dp2 x tp2", 4, "--dp-shard 2 --tp 2", ()),
@@ -80,13 +81,10 @@ LAUNCHES = [  # (dtype, flags that the one process has as well, cases of one wor
 def run_launch(i):
     """{case: errors against one process} of LAUNCHES[i]; what stopped it, if anything, once."""
     dtype, common, cases = LAUNCHES[i]
-    with pytest.MonkeyPatch.context() as patch:  # inductor is slow, and has a test of its own
-        compile_quickly = functools.partial(parallel.apply_compile, backend="aot_eager")
-        patch.setattr(parallel, "apply_compile", compile_quickly)
-        try:
-            return parity.run_matrix(cases, dtype=dtype, steps=2, common=common)
-        except AssertionError as error:
-            return error
+    try:
+        return parity.run_matrix(cases, dtype=dtype, steps=2, common=common)
+    except AssertionError as error:
+        return error
 
 
 @pytest.mark.parametrize(
@@ -682,14 +680,16 @@ def count_graphs(cases):
     return found
 
 
-def test_all_blocks_and_steps_share_one_graph_and_evaluations_another(monkeypatch):
-    compile_quickly = functools.partial(parallel.apply_compile, backend="aot_eager")
-    monkeypatch.setattr(parallel, "apply_compile", compile_quickly)
-    alone = ["", "--set n_layers=2", "--ac full", "--ac op"]
-    for world_size, meshes in ((1, alone), (2, ["--dp-shard 2", "--pp 2"])):
+@mock.patch.multiple(parallel, **parity.QUICK)  # inductor is slow, and has a test of its own
+def test_all_blocks_and_steps_share_one_graph_and_evaluations_another():
+    """And the losses, where there is one: on the last pp rank, and not under loss parallelism."""
+    alone = ["", "--set n_layers=2", "--ac full", "--ac op", "--loss-chunks 2"]
+    for world_size, meshes in ((1, alone), (2, ["--dp-shard 2", "--pp 2", "--tp 2"])):
         cases = [accumulated(world_size, flags)[1] for flags in meshes]
-        for per_rank in run_ranks(world_size, count_graphs, cases):
-            assert per_rank == [[1, 1, 2, 2, 2]] * len(cases)
+        for rank, per_case in enumerate(run_ranks(world_size, count_graphs, cases)):
+            for flags, graphs in zip(meshes, per_case, strict=True):
+                n = 1 if flags == "--tp 2" or (flags == "--pp 2" and rank == 0) else 2
+                assert graphs == [n, n, 2 * n, 2 * n, 2 * n], (flags, rank)
 
 
 @pytest.mark.parametrize("ac", ["none", "full", "op", "2"])
@@ -716,7 +716,7 @@ def run_inductor():
         loss = train.forward_backward(job, inputs, labels, divisor_of(labels))
         results.append((loss, parity.gather_weights(job, lambda p: p.grad)))
     (loss, grads), (compiled_loss, compiled_grads) = results
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # a block, the loss
     return abs(compiled_loss / loss - 1).item(), parity.relative_error(compiled_grads, grads)
 
 
@@ -949,3 +949,31 @@ def clip_with_a_bit_of_difference():
 def test_replicas_scale_by_one_norm_though_they_found_two():
     a, b = run_ranks(2, clip_with_a_bit_of_difference)
     assert a == b
+
+
+# ---- 9. The loss -------------------------------------------------------------------------------
+
+
+def test_a_compiled_loss_is_the_eager_one_and_keeps_2_bytes_of_a_bf16_logit_in_place_of_4():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 16, 515, generator=generator).bfloat16()
+    labels = torch.randint(515, (2, 16), generator=generator)
+    labels[0, :7] = -100
+    n_bytes, found = [], []
+    for compile in (False, True):
+        loss_fn = parallel.build_loss(SimpleNamespace(output="a head"), 1, 1, compile=compile)
+        kept, x = {}, logits.clone().requires_grad_()
+
+        def keep(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = loss_fn(x, labels, (labels != -100).sum())
+        loss.backward()
+        n_bytes.append(sum(kept.values()) // logits.numel())
+        found.append((loss, x.grad))
+    (loss, grad), (compiled_loss, compiled_grad) = found
+    assert n_bytes == [4, 2] and compiled_grad.dtype == torch.bfloat16
+    torch.testing.assert_close(compiled_loss, loss, rtol=1e-6, atol=0)  # float32 in another order
+    torch.testing.assert_close(compiled_grad, grad, rtol=2**-7, atol=1e-8)  # a rounding to bf16
