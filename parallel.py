@@ -197,16 +197,13 @@ def build_mesh(device_type, *, pp, dp_replicate, dp_shard, cp, tp):
     """
     world_size = pp * dp_replicate * dp_shard * cp * tp
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
-
-    def view(**degrees):  # the same ranks in the same order, cut along other axes
-        return world._unflatten(0, tuple(degrees.values()), tuple(degrees))
-
-    weights = view(pp=pp, dp_replicate=dp_replicate, fsdp=dp_shard * cp, tp=tp)
-    tokens = view(pp=pp, data=dp_replicate * dp_shard, cp=cp, tp=tp)
-    mesh = {axis: weights[axis] for axis in ("pp", "dp_replicate", "fsdp", "tp")}
+    degrees = {"pp": pp, "dp_replicate": dp_replicate, "fsdp": dp_shard * cp, "tp": tp}
+    weights = world._unflatten(0, (*degrees.values(),), (*degrees,))
+    tokens = weights._unflatten("fsdp", (dp_shard, cp), ("dp_shard", "cp"))  # the same other groups
+    mesh = {axis: weights[axis] for axis in degrees} | {"cp": tokens["cp"]}
     mesh["hsdp"] = weights["dp_replicate", "fsdp"]
     mesh["shards"] = weights["fsdp", "tp"]._flatten("shards")
-    return mesh | {"data": tokens["data"], "cp": tokens["cp"]}
+    return mesh | {"data": tokens["dp_replicate", "dp_shard"]._flatten("data")}
 
 
 # ---- 2. Tensor, sequence and loss parallelism --------------------------------------------------

@@ -35,6 +35,7 @@ import gc
 import math
 import os
 import re
+import resource
 import shlex
 import sys
 import threading
@@ -1142,7 +1143,8 @@ def first_step_s(timeout_s):
 def init_distributed(args, hardware):
     """Join the process group and return this rank's device.
 
-    Before that, what must be said before CUDA or the groups start: --deterministic, the recorders.
+    Before that, what must be said before CUDA or the groups start: --deterministic, the recorders,
+    how many files may be open.
     """
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
@@ -1158,6 +1160,9 @@ def init_distributed(args, hardware):
         watch.record_memory()
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # read at the first tensor
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # gloo holds a descriptor for each peer in each group
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     options = {"timeout": timedelta(seconds=first_step_s(args.timeout_s))}
     if "RANK" not in os.environ:  # plain `python train.py`: a group of one, without a network
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}

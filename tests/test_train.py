@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -295,6 +296,7 @@ def watch_the_wires(rank):
         seen.append({
             "lock is held": is_held, "gc is on": gc.isenabled(),
             "can copy": made[0].planner.host is not None,
+            "files": resource.getrlimit(resource.RLIMIT_NOFILE),
             "timeout_s": timeout_s(dist.group.WORLD), "its own": timeout_s(made[0].group),
             "of the mesh": timeout_s(job.mesh["fsdp"].get_group()),
             "lr": [group["lr"] for group in job.optimizer.param_groups],
@@ -303,6 +305,8 @@ def watch_the_wires(rank):
         return train_step(job, *args, **options)
 
     train.train_step, checkpoint.Checkpointer.__init__ = step, init
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard_limit))
 
 
 def test_a_run_holds_its_folder_and_collects_no_garbage_and_notices_hangs_soon(folder):
@@ -313,6 +317,7 @@ def test_a_run_holds_its_folder_and_collects_no_garbage_and_notices_hangs_soon(f
     assert [row["gc is on"] for row in seen] == [False] * 4
     assert [row["timeout_s"] for row in seen] == [600, 77, 77, 77], "shorter after the first step"
     assert [row["of the mesh"] for row in seen] == [600, 77, 77, 77]
+    assert {limit for row in seen for limit in row["files"]} == {seen[0]["files"][1]}
     assert [row["can copy"] for row in seen] == [False, True, True, True], "before the first save"
     assert min(row["its own"] for row in seen) > 600, "a checkpoint's group waits for slow disks"
     assert [row["lr"] for row in seen] == [pytest.approx([0.1 * step]) for step in (1, 2, 3, 4)]
