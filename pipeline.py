@@ -73,6 +73,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -519,6 +520,9 @@ def build_schedule(modules, schedule, *, n_microbatches, loss_fn, pp_mesh, micro
         )
         for index, module in zip(indices, modules, strict=True)
     ]
+    # NCCL makes a group's connections at its first use, for which all its ranks must come: the
+    # first sends and receives are of two ranks each
+    dist.all_reduce(torch.zeros(1, device=pp_mesh.device_type), group=pp_mesh.get_group())
     n_rows = n_microbatches * tokens.shape[0]
     sizes = {"n_microbatches": n_microbatches, "n_rows": n_rows}
     return PipelineSchedule(stages, schedule, **sizes, loss_fn=loss_fn)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import make_job, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -343,6 +343,25 @@ def tp_on_ranks():
         assert abs(found.item() - loss.item()) <= 1e-12 * loss.item(), schedule
         for name, parameter in (x for s in stages for x in s.named_parameters()):
             assert worst_error(parameter.grad.full_tensor(), expected[name]) < 1e-12, name
+
+
+def first_uses_of_groups():
+    """Ranks of each group that `start` uses, on a pp 2 x tp 2 mesh."""
+    used, reduce = [], dist.all_reduce
+
+    def note(tensor, *args, group=None, **options):
+        used.append(dist.get_process_group_ranks(group))
+        return reduce(tensor, *args, group=group, **options)
+
+    flags = "--pp 2 --tp 2 --set dim=32 n_layers=2 n_heads=4 n_kv_heads=2 ffn_dim=48 vocab_size=67"
+    dist.all_reduce = note  # in this forked rank only
+    make_job(f"{flags} --seq-len 32 --local-batch-size 2")
+    return used
+
+
+def test_all_ranks_of_a_pipeline_meet_before_two_of_them_send_and_receive():
+    """NCCL connects a group at its first use, which takes all its ranks: a CPU can but show it."""
+    assert run_ranks(4, first_uses_of_groups) == [[[0, 2]], [[1, 3]], [[0, 2]], [[1, 3]]]
 
 
 def test_stages_with_tensor_and_loss_parallelism_take_the_same_static_shapes():
