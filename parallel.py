@@ -88,6 +88,7 @@ import shutil
 import warnings
 from collections import Counter
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -325,6 +326,29 @@ def cp_positions(seq_len, *, cp, cp_rank):
         return torch.arange(seq_len)
     chunks = torch.arange(seq_len).chunk(2 * cp)
     return torch.cat([chunks[cp_rank], chunks[-1 - cp_rank]])
+
+
+def check_cp(*, cp, param_dtype, is_grouped, device_type):
+    """Raise ValueError if torch would write out the mask of every pair of tokens, or fail."""
+    if cp > 1 and param_dtype != "bf16" and is_grouped and device_type == "cuda":
+        raise ValueError(
+            f"--param-dtype {param_dtype} conflicts with --cp {cp} where heads share keys and "
+            "values: of CUDA's kernels that need no mask only FlashAttention takes groups of "
+            "heads, and only in bf16; try --param-dtype bf16"
+        )
+
+
+def enable_flash_attention_3():
+    """Let cp's attention take FlashAttention 3 on an H100 where it is installed; whether it does.
+
+    A causal mask of a prefix goes to FlashAttention, which in torch is version 2, while attention
+    without cp takes cuDNN's kernel there.
+    """
+    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
+        return False
+    if is_installed := find_spec("flash_attn_interface") is not None:
+        nn.attention.activate_flash_attention_impl("FA3")
+    return is_installed
 
 
 def lower_right(n_queries, n_keys):

@@ -118,6 +118,8 @@ def build(args, config, device):
         stages = [pipeline.cut_stage(whole, names[index]) for index in mine]
     if args.async_tp:
         parallel.enable_async_tp(mesh["tp"])
+    if args.cp > 1 and parallel.enable_flash_attention_3() and dist.get_rank() == 0:
+        watch.print_pairs([("cp", "attends by FlashAttention 3")])
     for stage in stages:
         styles = ()
         if args.float8:  # before tp and FSDP: new linears beside DTensors fail in the first forward
@@ -377,7 +379,7 @@ def main(argv=None):
 def pretrain(args, config, device, hardware, *, tokens, val_tokens):
     """A run from where its folder stands to its last step, or until it is asked to end."""
     # 1. Whether ranks agree, and whether this run has begun already
-    out, is_main = Path(args.out), dist.get_rank() == 0
+    out, seq_len, is_main = Path(args.out), args.seq_len, dist.get_rank() == 0
     texts = {"data (its tokens)": tokens.fingerprint}
     texts["val-data (its tokens)"] = val_tokens and val_tokens.fingerprint
     watch.check_same(vars(args) | texts)
@@ -393,7 +395,7 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
     job = build(args, config, device)
     watch.set_timeouts(first_step_s(args.timeout_s))  # of the mesh's groups, too
     if is_main:
-        epochs = args.steps * args.global_batch_size / tokens.n_windows(args.seq_len)
+        epochs = args.steps * args.global_batch_size / tokens.n_windows(seq_len)
         seen = f"{tokens.n_tokens:,} tokens; {args.steps} steps are {epochs:.2f} epochs"
         place = f"on {device.type}"
         if val_tokens and val_tokens.fingerprint == tokens.fingerprint:
@@ -419,7 +421,7 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
 
     def read(position):
         mine = range(position + skipped, position + skipped + per_rank)
-        return data.batch_at(tokens, mine, seq_len=args.seq_len, seed=args.seed)
+        return data.batch_at(tokens, mine, seq_len=seq_len, seed=args.seed)
 
     position = state["sequences"] if state else 0
     loader = data.BatchLoader(read, device, position=position, stride=args.global_batch_size)
@@ -431,8 +433,8 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
         out,
         device,
         steps=(done + 1, args.steps),
-        tokens_per_step=args.global_batch_size * args.seq_len,
-        flops_per_token=model.flops_per_token(config, args.seq_len),
+        tokens_per_step=args.global_batch_size * seq_len,
+        flops_per_token=model.flops_per_token(config, seq_len),
         peak_tflops=model.peak_tflops(device) if is_bf16 else None,
         tensorboard=args.tensorboard,
     )
@@ -480,13 +482,13 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
                 now_s = time.perf_counter()  # before the evaluation, which is not counted
                 val_loss = None
                 if do_eval:
-                    sizes = {"seq_len": args.seq_len, "local_batch_size": args.local_batch_size}
+                    sizes = {"seq_len": seq_len, "local_batch_size": args.local_batch_size}
                     val_loss = evaluate(job, val_tokens, val_steps=args.val_steps, **sizes)
                 metrics.log(
                     step,
                     read_stats(),
                     lr=lr,
-                    tokens=loader.position * args.seq_len,
+                    tokens=loader.position * seq_len,
                     now_s=now_s,
                     val_loss=val_loss,
                 )
@@ -1031,6 +1033,12 @@ def check_args(args, config, hardware, world_size):
     sizes = {"model": args.model, "seq_len": args.seq_len, "world_size": world_size}
     parallel.check_mesh(degrees, config, **sizes)
     parallel.check_loss_chunks(args.loss_chunks, seq_len=args.seq_len, cp=cp, tp=tp)
+    parallel.check_cp(
+        cp=cp,
+        param_dtype=args.param_dtype,
+        is_grouped=config.n_kv_heads < config.n_heads,
+        device_type=hardware.device_type,
+    )
     if args.compile:
         parallel.check_compile(hardware.device_type)
     if args.async_tp:

@@ -71,7 +71,7 @@ SLIPS = [
      "config=job.config, seed=0, device=weight_device",
      "test_train.py::test_the_program_trains_as_the_plainest_loop"),
     ("the order of the data ignores --seed", "train.py",
-     "seq_len=args.seq_len, seed=args.seed)", "seq_len=args.seq_len, seed=0)",
+     "seq_len=seq_len, seed=args.seed)", "seq_len=seq_len, seed=0)",
      "test_train.py::test_the_program_trains_as_the_plainest_loop"),
     # what ranks compare
     ("batches are not compared", "watch.py", ', ("batch", data_rank): checksum(inputs)}', "}",

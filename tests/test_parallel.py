@@ -552,6 +552,19 @@ def test_under_cp_a_rank_holds_its_share_of_the_sequence_and_sends_k_and_v_once_
             assert backward == {("reduce_scatter_tensor", kv): L} | again
 
 
+def test_flash_attention_3_is_taken_where_it_is_installed_on_an_h100(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", taken.append)
+    assert not parallel.enable_flash_attention_3()  # a CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, module in (((9, 0), None), ((8, 0), "there"), ((9, 0), "there")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        monkeypatch.setattr(parallel, "find_spec", lambda name, m=module: m)
+        is_taken = parallel.enable_flash_attention_3()
+        assert is_taken == (capability == (9, 0) and module is not None)
+    assert taken == ["FA3"]
+
+
 # ---- 4. Activation checkpointing ---------------------------------------------------------------
 
 LAYERS = 4

@@ -763,6 +763,16 @@ def test_weights_of_the_ends_beside_a_split_by_name_are_refused():
         train.read_flags(flags.split(), CPU, 2)
 
 
+def test_groups_of_heads_under_cp_are_refused_on_a_gpu_unless_in_bf16():
+    h100 = train.Hardware("cuda", (9, 0), 8, None)
+    flags = "--cp 2 --set n_kv_heads=4 --param-dtype"
+    with pytest.raises(ValueError, match="--param-dtype fp32 conflicts with --cp 2 .*try --param"):
+        train.read_flags([*flags.split(), "fp32"], h100, 2)
+    train.read_flags([*flags.split(), "bf16"], h100, 2)
+    train.read_flags([*flags.split(), "fp32"], CPU, 2)
+    train.read_flags("--cp 2 --param-dtype fp32".split(), h100, 2)  # a key for every head
+
+
 def test_what_a_recipe_may_hold_in_vain_is_noted():
     """A schedule without a pipeline, as where `--pp 1` overrides a recipe's, and a long warmup."""
     recipe = [f"@{ROOT}/recipes/llama3_405b.args", *"--pp 1 --steps 9".split()]
