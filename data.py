@@ -668,15 +668,24 @@ def validation_batch_at(tokens, positions, *, seq_len):
     return inputs, labels
 
 
+def send_to(device, batch):
+    """The batch on the device; to a GPU without waiting, which takes pinned memory.
+
+    Pinned: pages that stay where they are, so that the GPU fetches them by itself.
+    """
+    if device.type != "cuda":
+        return [x.to(device) for x in batch]
+    return [x.pin_memory().to(device, non_blocking=True) for x in batch]
+
+
 class BatchLoader:
     """Prepares the next global batch in a thread while this step runs.
 
     Args:    read(position) -> (inputs, labels) on the CPU: this rank's part of the global batch
              that begins at that position of the endless row; the device that they go to; position,
              the sequences consumed so far, which `get` moves on by stride, a global batch.
-    Costs:   no host sync on CUDA: the thread copies from pinned memory (pages that stay where they
-             are, so that the GPU fetches them by itself) on a stream of its own, and the step's
-             stream, not the host, waits for the copy.
+    Costs:   no host sync on CUDA: the thread copies on a stream of its own, and the step's stream,
+             not the host, waits for the copy.
     """
 
     def __init__(self, read, device, *, position, stride):
@@ -692,11 +701,9 @@ class BatchLoader:
 
     def prepare(self, position):
         batch = self.read(position)
-        if self.stream is None:
-            return [x.to(self.device) for x in batch], None
-        with torch.cuda.stream(self.stream):
-            batch = [x.pin_memory().to(self.device, non_blocking=True) for x in batch]
-            return batch, self.stream.record_event()
+        with torch.cuda.stream(self.stream):  # None: nothing happens
+            batch = send_to(self.device, batch)
+            return batch, self.stream and self.stream.record_event()
 
     def get(self):
         """Inputs and labels at `position`, on the device; raises what `read` raised."""

@@ -338,10 +338,9 @@ def evaluate(job, tokens, *, seq_len, local_batch_size, val_steps):
     sums = torch.zeros(2, device=job.device, dtype=torch.float64)  # loss sum, valid tokens
     for batch in range(n_batches):
         first = batch * per_batch + data_rank * local_batch_size
-        inputs, labels = data.validation_batch_at(
-            tokens, range(first, first + local_batch_size), seq_len=seq_len
-        )
-        inputs, labels = inputs.to(job.device), labels.to(job.device)
+        rows = range(first, first + local_batch_size)
+        batch = data.validation_batch_at(tokens, rows, seq_len=seq_len)
+        inputs, labels = data.send_to(job.device, batch)
         n_valid_tokens = count_valid_tokens(job, labels)
         inputs, labels = inputs[:, job.positions], labels[:, job.positions]
         with loss_parallel() if job.loss_parallel else nullcontext():
@@ -805,7 +804,8 @@ def build_parser():
     add("--reshard", choices=("default", "always", "never"), default="default",
         help="free gathered parameters after the forward pass -> parallel.py:apply_fsdp")
     add("--cpu-offload", action="store_true",
-        help="keep parameters, gradients and optimizer on the host -> parallel.py:apply_fsdp")
+        help="keep parameters, gradients and optimizer on the host, which under accumulation waits "
+        "for each unit's gradient -> parallel.py:apply_fsdp")
     add("--ac", type=ac_choice, default="none", metavar="{none,full,op,N}",
         help="recompute activations in the backward pass -> parallel.py:apply_ac")
     add("--compile", action="store_true", help="each block, and without "
@@ -815,7 +815,8 @@ def build_parser():
     add("--loss-chunks", type=at_least(1), default=1,
         help="compute head and loss in so many pieces of the sequence -> parallel.py:build_loss")
     add("--param-dtype", choices=DTYPES,
-        help="computes in it; if not given bf16 on GPUs, fp32 on CPUs -> parallel.py:apply_fsdp")
+        help="computes in it; if not given bf16 on GPUs, fp32 on CPUs. On GPUs fp32 does without "
+        "TF32: torch.set_float32_matmul_precision is yours to call -> parallel.py:apply_fsdp")
     add("--reduce-dtype", choices=DTYPES, default="fp32",
         help="sums gradients in it -> parallel.py:apply_fsdp")
 

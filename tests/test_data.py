@@ -574,6 +574,17 @@ def test_the_loaders_thread_belongs_to_its_gpu(monkeypatch):
     assert asked == [("cuda:3", False)]
 
 
+def test_a_batch_goes_to_a_gpu_from_pinned_memory_and_nobody_waits(monkeypatch):
+    """Without a GPU: what is asked of torch."""
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: asked.append("pin") or x)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *to, **how: asked.append((*to, how)) or x)
+    x, device = torch.zeros(2), torch.device("cuda:3")
+    assert data.send_to(device, (x,)) == [x]
+    assert asked == ["pin", (device, {"non_blocking": True})]
+    assert data.send_to(torch.device("cpu"), (x,)) == [x] and asked.count("pin") == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_loader_copies_to_the_gpu_without_host_sync():
