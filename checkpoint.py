@@ -609,7 +609,7 @@ def describe_differences(stored, wanted, ignored):
     if not keys:
         return None
     there, here = (shapes.get(keys[0], "absent") for shapes in (stored, wanted))
-    more = f", and {len(keys) - 1} other keys differ" if len(keys) > 1 else ""
+    more = f", and {len(keys) - 1} more" if len(keys) > 1 else ""
     return f"{keys[0]} is {there} there and {here} in this run{more}"
 
 

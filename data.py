@@ -340,6 +340,11 @@ def encode_in_order(batches, tokenizer, n_workers):
             yield future.result()
 
 
+def count(n, noun):
+    """1 file, 2,000 files"""
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
 def show_progress(arrays, counts, files):
     """Pass arrays of tokens on; say on stderr how far they are, every 5 s and at the end."""
     n_bytes = sum(f.stat().st_size for f in files)
@@ -348,8 +353,8 @@ def show_progress(arrays, counts, files):
     def say(elapsed_s):
         left_s = elapsed_s * (n_bytes / max(1, counts["bytes"]) - 1)
         print(
-            f"tokenised {counts['files']:,} of {len(files):,} files: {counts['documents']:,} "
-            f"documents, {counts['tokens'] / 1e6:,.2f} M tokens, "
+            f"tokenised {counts['files']:,} of {count(len(files), 'file')}: "
+            f"{count(counts['documents'], 'document')}, {counts['tokens'] / 1e6:,.2f} M tokens, "
             f"{counts['tokens'] / 1e6 / elapsed_s:.2f} M tokens/s, {left_s:.0f} s left",
             file=sys.stderr,
         )
@@ -410,10 +415,10 @@ def tokenize_corpus(files, tokenizer, out, *, n_workers=None):
             np.save(partial / shards[-1]["file"], shard)
             digest.update(shard)
         if not shards:
-            n = sum(map(len, faults.values()))
+            more = f" and {count(len(files) - 1, 'other')}" if len(files) > 1 else ""
             raise ValueError(
-                f"--data {files[0]} and {len(files) - 1} more: none of {n} documents, lines or "
-                'rows has text: give others, or name the JSON field "text"'
+                f"--data {files[0]}{more}: no document, line or row has text, of "
+                f'{sum(map(len, faults.values())):,}: give others, or name the JSON field "text"'
             )
         index = {
             "tokenizer_fingerprint": tokenizer.fingerprint,
@@ -427,7 +432,7 @@ def tokenize_corpus(files, tokenizer, out, *, n_workers=None):
         (partial / "index.json").write_text(json.dumps(index, indent=1))
     for kind, paths in faults.items():
         if paths:
-            why = f"{len(paths):,} texts {kind} ({FAULTS[kind]}), first in {paths[0]}"
+            why = f"{count(len(paths), 'text')} {kind} ({FAULTS[kind]}), first in {paths[0]}"
             print(why, file=sys.stderr)
     return index
 
@@ -746,7 +751,7 @@ def main():
         sys.exit(f"data.py: {error}")
     except KeyboardInterrupt:
         sys.exit(f"data.py: interrupted, {args.out} was not written; run it again")
-    print(f"{args.out}: {index['n_tokens']:,} tokens in {len(index['shards'])} shards")
+    print(f"{args.out}: {index['n_tokens']:,} tokens in {count(len(index['shards']), 'shard')}")
 
 
 if __name__ == "__main__":

@@ -211,7 +211,8 @@ def stages_of_rank(pp_rank, pp, n_stages, schedule):
 
 def check_schedule(schedule, *, pp, n_microbatches, stages_per_rank=None):
     """Raise ValueError, naming the flags, if torch cannot run this schedule. No process group."""
-    given = f"{n_microbatches} microbatches (--local-batch-size / --microbatch-size)"
+    several = "es" * (n_microbatches != 1)
+    given = f"{n_microbatches} microbatch{several} (--local-batch-size / --microbatch-size)"
     if min(pp, n_microbatches) < 1:
         raise ValueError(f"--pp {pp} with {given} is no pipeline: each must be 1 or more")
     n_stages = count_stages(schedule, pp, stages_per_rank)
@@ -704,8 +705,8 @@ def main(args):
     rows = timeline(*shape)
     stages_per_rank = count_stages(args.pp_schedule, args.pp, args.stages_per_rank) / args.pp
     print(
-        f"{args.pp_schedule}: {args.pp} ranks, {stages_per_rank:g} stages each, "
-        f"{args.n_microbatches} microbatches\n\n{draw_text(rows)}\n\n{LEGEND}\n"
+        f"{args.pp_schedule}: pp {args.pp}, stages on each {stages_per_rank:g}, "
+        f"microbatches {args.n_microbatches}\n\n{draw_text(rows)}\n\n{LEGEND}\n"
     )
     print(f"bubble fraction  {bubble_fraction(rows):.4f}")
     print(f"most in flight   {peaks_in_flight(rows)}   (microbatches x stages, per rank)")

@@ -47,6 +47,8 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read by the next line: a quiet profiler
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import loss_parallel
@@ -378,24 +380,29 @@ def main(argv=None):
 def pretrain(args, config, device, hardware, *, tokens, val_tokens):
     """A run from where its folder stands to its last step, or until it is asked to end."""
     # 1. Whether ranks agree, and whether this run has begun already
-    out, seq_len, is_main = Path(args.out), args.seq_len, dist.get_rank() == 0
+    out, is_main = Path(args.out), dist.get_rank() == 0
+    steps, seq_len = args.steps, args.seq_len
     texts = {"data (its tokens)": tokens.fingerprint}
     texts["val-data (its tokens)"] = val_tokens and val_tokens.fingerprint
     watch.check_same(vars(args) | texts)
     done, state = choose_checkpoint(out / "checkpoints", args.resume)
     if state:
         check_resumable(args, config, tokens, state)
-    if done >= args.steps:
+    if done >= steps:
         if is_main:
             print(f"nothing to do: {out} is at step {done}; extend it with --steps {2 * done}")
         return
 
     # 2. The model on its mesh, and its state
+    if is_main:
+        print(f"building {args.model}", flush=True)
     job = build(args, config, device)
     watch.set_timeouts(first_step_s(args.timeout_s))  # of the mesh's groups, too
     if is_main:
-        epochs = args.steps * args.global_batch_size / tokens.n_windows(seq_len)
-        seen = f"{tokens.n_tokens:,} tokens; {args.steps} steps are {epochs:.2f} epochs"
+        epochs = steps * args.global_batch_size / tokens.n_windows(seq_len)
+        epochs = f"{epochs:.2f}" if epochs >= 0.01 else "less than 0.01"
+        seen = f"{tokens.n_tokens:,} tokens, ids below {tokens.vocab_size:,}; {steps} steps "
+        seen += f"are {epochs} epochs"
         place = f"on {device.type}"
         if val_tokens and val_tokens.fingerprint == tokens.fingerprint:
             seen += "\n--val-data holds the same tokens, and tells nothing of other text"
@@ -403,6 +410,9 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
     if not args.ignore_memory:
         n_numbers = 2 + N_STATES[args.optimizer]  # with its value and its gradient
         check_fit(job, hardware, n_numbers=n_numbers, on_host=args.cpu_offload)
+    if is_main:
+        then = ", then compiling in step 1: minutes on first use" if args.compile else ""
+        print(f"drawing weights{then}", flush=True)
     job = start(args, job)
     load(job, out / "checkpoints", done, init_from=args.init_from)
     checkpointer = None
@@ -431,7 +441,7 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
     metrics = watch.Metrics(
         out,
         device,
-        steps=(done + 1, args.steps),
+        steps=(done + 1, steps),
         tokens_per_step=args.global_batch_size * seq_len,
         flops_per_token=model.flops_per_token(config, seq_len),
         peak_tflops=model.peak_tflops(device) if is_bf16 else None,
@@ -459,7 +469,8 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
                 max_norm=args.max_norm,
                 wants_stop=bool(signals),
             )
-            is_last = step == args.steps
+            metrics.loss_sum += stats[0]
+            is_last = step == steps
             if read_stats is not None:  # of the step before: the host is one ahead, and waits here
                 watch.check_finite(step - 1, read_stats(), job.weights)
                 is_last |= read_stats().n_stops > 0  # the same on all ranks
@@ -475,7 +486,7 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
                 save(checkpointer, step, job, read_stats(), state)
 
             # once in a while: a row of metrics, with a validation loss where one is due
-            do_eval = is_due(step, args.val_every) or (args.val_every and step == args.steps)
+            do_eval = is_due(step, args.val_every) or (args.val_every and step == steps)
             if step == 1 or is_due(step, args.log_every) or do_eval or is_last:
                 watch.check_finite(step, read_stats(), job.weights)
                 now_s = time.perf_counter()  # before the evaluation, which is not counted
@@ -517,11 +528,11 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
     if checkpointer:
         checkpointer.close()
     if is_main:
-        ended = "done" if step == args.steps else f"stopped by {' or '.join(signals) or 'a rank'}"
+        ended = "done" if step == steps else f"stopped by {' or '.join(signals) or 'a rank'}"
         saved = f"checkpoint in {out}/checkpoints" if checkpointer else "nothing saved"
         print(f"{ended} at step {step}; {saved}, metrics in {out}/metrics.jsonl")
         if checkpointer:
-            more = f" with --steps {2 * step}" if step == args.steps else ""
+            more = f" with --steps {2 * step}" if step == steps else ""
             print(f"next: the same command{more} goes on from here")
 
 
@@ -538,7 +549,7 @@ def run(argv=None):
     except Exception as error:
         if isinstance(error, (ValueError, OSError)) and not dist.is_initialized():
             watch.fail(error, **ranks)  # a refusal: flags, data or folders
-        watch.dump_flight_record()
+        watch.dump_flight_record(error)
         raise
 
 
@@ -577,11 +588,11 @@ def describe_job(args, job, place):
         ("memory", f"{job.n_local:,} parameters on this rank; with gradients and optimizer states "
          f"{job.n_local * 4 * n_numbers / 2**20:,.1f} MiB"),
         ("batch", f"{whole} sequences x {seq_len} = {whole * seq_len:,} tokens a step; {n_data} "
-         f"data rank(s) x {local} x {whole // (n_data * local)} accumulated"),
+         f"data rank{'s' * (n_data > 1)} x {local} x {whole // (n_data * local)} accumulated"),
     ]  # fmt: skip
     if args.pp > 1:
         names, n = stage_names(args, c), local // args.microbatch_size
-        text = f"{args.pp_schedule}, {n} microbatches of {args.microbatch_size}, "
+        text = f"{args.pp_schedule}, microbatches {n} of {args.microbatch_size}, "
         text += pipeline.describe_stages(
             names, args.pp_schedule, pp=args.pp, n_microbatches=n, ac=args.ac
         )
@@ -678,8 +689,33 @@ def check_resumable(args, config, tokens, state):
         for name, value in vars(args).items()
         if flags.get(name) != value and name not in ("resume", "data", "data_cache")
     ]
-    if changed and dist.get_rank() == 0:
-        print("flags changed since the checkpoint: " + ", ".join(changed))
+    if dist.get_rank() == 0:
+        if changed:
+            print("flags changed since the checkpoint: " + ", ".join(changed))
+        watch.print_pairs(describe_jumps(flags, vars(args), state["step"]))
+
+
+def describe_jumps(was, now, step):
+    """(label, text) pairs: what changes in the midst of a run, and the flags that keep it.
+
+    Args:    was and now, {name: value} of the flags up to `step` and from there on.
+    """
+    lr, lr_now = (lr_at(step, argparse.Namespace(**flags)) for flags in (was, now))
+    notes, n_data = [], now["dp_replicate"] * now["dp_shard"]
+    if not math.isclose(lr, lr_now):
+        notes.append(
+            f"another schedule from here on: by it lr was {lr_now:.2e} at step {step}, and not "
+            f"{lr:.2e}; --lr {lr:.4g} --warmup-steps 0 --decay-ratio 0 keeps that"
+        )
+    batch, batch_now = (flags["global_batch_size"] for flags in (was, now))
+    if batch != batch_now:
+        local = math.gcd(batch // n_data, now["local_batch_size"])
+        keeps = f"--global-batch-size {batch} --local-batch-size {local} keeps the former"
+        notes.append(
+            f"the global batch goes from {batch} to {batch_now} sequences, and lr does not follow; "
+            + (f"{n_data} data ranks cannot share {batch}" if batch % n_data else keeps)
+        )
+    return [("note", text) for text in notes]
 
 
 def load(job, folder, step, *, init_from):

@@ -1,5 +1,7 @@
 """What a run tells of itself, and how it ends. Plain values in: it knows no model and no flags.
 
+    python watch.py OUT       who was late in a hang, by the ranks' flight records
+
     OUT/
         metrics.jsonl         one object per logged step                      Metrics
         tensorboard/          the same numbers                                Metrics
@@ -29,12 +31,14 @@ Sources: TorchTitan (arXiv 2410.06511) §2.3; the Flight Recorder §2.3.2.
 import json
 import math
 import os
+import pickle
 import resource
 import signal
 import socket
 import sys
 import threading
 import time
+import warnings
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -286,7 +290,7 @@ class Metrics:
         first_step, self.last_step = steps
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
         self.peak_tflops, self.tensorboard, self.told = peak_tflops, None, set()
-        self.path, self.file = out / "metrics.jsonl", None
+        self.path, self.file, self.has_rates = out / "metrics.jsonl", None, False
         self.start_interval(first_step - 1)
         if self.is_main:
             try_to_write(self.path, lambda: self.open_file(first_step), self.told)
@@ -306,8 +310,9 @@ class Metrics:
         self.file = open(self.path, "a")
 
     def start_interval(self, step):
-        """Rates count from here."""
+        """Rates and means count from here."""
         self.since_step, self.since_s, self.data_s = step, time.perf_counter(), 0.0
+        self.loss_sum = 0.0  # of the steps since, on the device
 
     def log(self, step, stats, *, lr, tokens, now_s, val_loss):
         """Write one row; `tokens` is the number of training tokens seen so far."""
@@ -319,6 +324,7 @@ class Metrics:
         row = {
             "step": step,
             "loss": stats.loss,
+            "loss_mean": float(self.loss_sum) / n_steps,  # of the steps since the last row
             "grad_norm": stats.grad_norm,
             "lr": lr,
             "tokens": tokens,
@@ -331,24 +337,28 @@ class Metrics:
             "data_s": self.data_s / n_steps,  # seconds per step spent waiting for the next batch
         } | ({} if val_loss is None else {"val_loss": val_loss})
         if self.is_main:
-            self.write(row, seconds_left=elapsed_s / n_steps * (self.last_step - step))
+            seconds_left = round(elapsed_s / n_steps * (self.last_step - step))
+            # the first row holds what happens once, such as compilation
+            left = f"  {timedelta(seconds=seconds_left)} left" if self.has_rates else ""
+            self.write(row, left)
             if stats.n_valid_tokens == 0:
                 print(f"step {step}: the batch has no valid label; loss and gradients are zero")
+        self.has_rates = True
         self.start_interval(step)
 
-    def write(self, row, *, seconds_left):
-        """One row to the file, the console and TensorBoard."""
+    def write(self, row, left):
+        """One row to the file, the console (and to it how much time is `left`) and TensorBoard."""
         try_to_write(self.path, lambda: self.append(json.dumps(row) + "\n"), self.told)
         width = len(str(self.last_step))
         print(
             f"step {row['step']:>{width}}/{self.last_step}  loss {row['loss']:.4f}  "
-            f"grad {row['grad_norm']:.3f}  lr {row['lr']:.2e}  {row['tokens_per_s']:>9,.0f} tok/s  "
-            f"{row['tflops']:.3f} TFLOPs"
+            f"mean {row['loss_mean']:.4f}  grad {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
+            f"{row['tokens_per_s']:>9,.0f} tok/s  {row['tflops']:.3f} TFLOPs"
             + (f"  mfu {row['mfu']:.1%}" if row["mfu"] else "")
             + f"  {row['memory_gib']:.2f} GiB"
-            + (f"  {row['alloc_retries']} retries" if row["alloc_retries"] else "")
+            + (f"  allocator retries {row['alloc_retries']}" if row["alloc_retries"] else "")
             + (f"  val {row['val_loss']:.4f}" if "val_loss" in row else "")
-            + f"  {timedelta(seconds=round(seconds_left))} left",
+            + left,
             flush=True,
         )
         for key, value in row.items() if self.tensorboard else ():
@@ -403,6 +413,7 @@ def start_profiler(folder, profile_steps, done):
     first, last = map(int, profile_steps.split(":"))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{dist.get_rank()}.json"
+    warnings.filterwarnings("ignore", message="Profiler won't be using warmup")  # it needs a step
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(
             wait=max(0, first - done - 1), warmup=0, active=max(1, last - first + 1), repeat=1
@@ -429,22 +440,67 @@ def dump_memory(folder):
 def record_collectives(folder, n_entries):
     """Remember the last collectives (--flight-recorder); call it before any group is made.
 
-    NCCL dumps them by itself when one times out; for gloo `dump_flight_record` does.
+    NCCL dumps them by itself when one times out; for gloo `dump_flight_record` does. Until then
+    the file is empty, as is that of a rank which is stopped and writes no more.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank-{os.environ.get('RANK', 0)}").write_bytes(b"")
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(n_entries)
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder.absolute()}/rank-"
 
 
-def dump_flight_record():
-    """Write this rank's last collectives, if they are recorded; not over what NCCL has written."""
+def dump_flight_record(error=None):
+    """Write this rank's last collectives, if they are recorded; not over what NCCL has written.
+
+    Args:    error, the exception that ends the run: a note to it tells what reads them.
+    """
     prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
+    if error is not None and (prefix or "timed out" in str(error).lower()):
+        reads = f"`python watch.py {Path(prefix).parents[1] if prefix else 'OUT'}`"
+        needed = "" if prefix else ", after a run with --flight-recorder 2000,"
+        error.add_note(f"If a rank hung: {reads}{needed} names the one that did not come.")
     if prefix and dist.is_initialized():
         path = Path(f"{prefix}{dist.get_rank()}")
         recorder = torch._C._distributed_c10d
         dump = recorder._dump_nccl_trace if torch.cuda.is_available() else recorder._dump_fr_trace
-        if not path.exists():  # NCCL's own watchdog knows more
+        if not path.stat().st_size:  # NCCL's own watchdog knows more
             path.write_bytes(dump(True, False, False))
+
+
+def read_flight_records(folder):
+    """{rank: its last collectives, oldest first}; none of a rank whose file is empty."""
+    contents = {int(path.name[5:]): path.read_bytes() for path in folder.glob("rank-*")}
+    if not contents:
+        raise ValueError(f"{folder} holds no flight records: a run makes them by --flight-recorder")
+    return {rank: pickle.loads(c)["entries"] if c else [] for rank, c in sorted(contents.items())}
+
+
+def describe_hang(records):
+    """Lines on what `read_flight_records` found: each rank's last collective, then who is behind.
+
+    A rank is behind where others of its group have begun a collective to which it never came. Sends
+    of a pipeline are not compared: ranks differ in them rightly, and gloo does not record them.
+    """
+
+    def tell(entry):
+        axis = entry["process_group"][1].removeprefix("mesh_")
+        group = {"default_pg": "all ranks", "undefined": "a checkpoint's group"}.get(axis, axis)
+        return f"{entry['profiling_name']} of {entry['input_sizes']} over {group}"
+
+    lines, groups = [], {}  # of each group {rank: its last entry there}
+    for rank, entries in records.items():
+        last = f"came last to {tell(entries[-1])}" if entries else "left no record: it was stopped"
+        lines.append(f"rank {rank} {last}")
+        for entry in entries:
+            if not entry["is_p2p"]:
+                groups.setdefault(tuple(entry["process_group"]), {})[rank] = entry
+    for last in groups.values():
+        first = max(last.values(), key=lambda entry: entry["collective_seq_id"])
+        n = first["collective_seq_id"]
+        behind = {r: n - e["collective_seq_id"] for r, e in last.items()}
+        lines += [f"rank {r} is {k} behind: it never came to number {n}, {tell(first)}"
+                  for r, k in behind.items() if k]  # fmt: skip
+    return lines
 
 
 def set_timeouts(timeout_s, but=None):
@@ -507,3 +563,10 @@ def fail(error, *, rank, local_rank):
     get_error_handler().record_exception(type(error)(text))  # the last line of torchrun's summary
     sys.stdout.flush()
     os._exit(1)  # without a goodbye to ranks that may be gone, which could hang
+
+
+if __name__ == "__main__":
+    try:
+        print(*describe_hang(read_flight_records(Path(sys.argv[1]) / "flight")), sep="\n")
+    except (OSError, ValueError, IndexError) as problem:
+        sys.exit(f"watch.py: {problem}: give the --out of a run")

@@ -17,7 +17,7 @@
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=out/slurm-%j.log
+#SBATCH --output=slurm-%j.log
 
 set -uo pipefail
 signalled=0

@@ -341,7 +341,7 @@ def test_progress_says_files_documents_tokens_rate_and_time_left(tmp_path, monke
     assert all(x is y for x, y in zip(passed, arrays, strict=True))
     line = capsys.readouterr().err.splitlines()[0]
     # two looks after the start: 12 s for half of the bytes
-    for said in ("1 of 2 files", "1 documents", " 6.00 M tokens", "0.50 M tokens/s", "12 s left"):
+    for said in ("1 of 2 files", "1 document,", " 6.00 M tokens", "0.50 M tokens/s", "12 s left"):
         assert said in line
 
 
@@ -379,7 +379,7 @@ def test_two_processes_cannot_write_one_folder(tmp_path):
 
 def test_a_corpus_of_empty_documents_is_refused(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n{"body": "x"}\n')
-    with pytest.raises(ValueError, match=r"none of 2 documents, lines or rows has text"):
+    with pytest.raises(ValueError, match=r"b.jsonl: no document, line or row has text, of 2"):
         tokenize(data.find_texts(tmp_path), tmp_path / "out")
 
 

@@ -725,7 +725,7 @@ FITS = {"pp": 2, "local_batch_size": 8, "microbatch_size": 2, "stages_per_rank":
         ({"tied": True}, "--pp 2 and tied embeddings exclude each other"),
         ({"microbatch_size": 3}, "--microbatch-size 3.*try --local-batch-size 6 or 9"),
         ({"microbatch_size": 16}, "--microbatch-size 16.*try --local-batch-size 16"),
-        ({"local_batch_size": 2}, "1 microbatches.*one for each of its 2 stages"),
+        ({"local_batch_size": 2}, "1 microbatch .*one for each of its 2 stages"),
     ],
 )
 def test_batches_and_models_that_do_not_suit_a_pipeline_are_refused(changes, text):

@@ -1,5 +1,6 @@
 """train.py: against the plainest loop, over resumes and meshes, and what it refuses."""
 
+import argparse
 import errno
 import gc
 import json
@@ -200,6 +201,35 @@ def test_a_finished_run_says_so_and_can_be_extended(folder):
     assert [row["lr"] for row in metrics_of(folder, "finished")] == [0.001, 0.002, 0.5]
     state = json.loads((folder / "finished/checkpoints/step-00000003/train.json").read_text())
     assert (state["step"], state["sequences"], state["tokens"]) == (3, 6, 6 * 32)
+
+
+def flags_of_run(typed, ranks=1):
+    return vars(train.read_flags(typed.split(), CPU, ranks)[0])
+
+
+@pytest.mark.parametrize(
+    "now, ranks, said",
+    [
+        ("--steps 100", 1, []),
+        # the longer run decays from step 11 to 201: 2e-3 (1 - 89/190)
+        ("--steps 200", 1, ["by it lr was 1.06e-03 at step 100, and not 2.22e-05; --lr 2.222e-05"]),
+        ("--steps 100 --lr 0.004", 1, ["by it lr was 4.44e-05 at step 100, and not 2.22e-05"]),
+        ("--steps 100", 2, ["8 to 16 sequences, .*--global-batch-size 8 --local-batch-size 4 k"]),
+        ("--steps 100", 4, ["8 to 32 sequences, .*--global-batch-size 8 --local-batch-size 2 k"]),
+        ("--steps 100", 3, ["goes from 8 to 24 sequences, .*; 3 data ranks cannot share 8"]),
+        ("--steps 300", 2, ["another schedule from here on", "the global batch goes from 8 to 16"]),
+    ],
+)
+def test_what_jumps_when_a_run_goes_on_is_said_with_the_flags_that_keep_it(now, ranks, said):
+    was = flags_of_run("--local-batch-size 8")
+    notes = train.describe_jumps(was, flags_of_run(f"--local-batch-size 8 {now}", ranks), 100)
+    assert len(notes) == len(said)
+    for (_, text), pattern in zip(notes, said, strict=True):
+        assert re.search(pattern, text), text
+        if kept := re.search(r"(--.+) keeps", text):
+            kept = flags_of_run(f"--local-batch-size 8 {now} {kept[1]}", ranks)
+            lr = train.lr_at(101, argparse.Namespace(**kept))
+            assert kept["global_batch_size"] == 8 or lr == pytest.approx(2e-3 / 90, rel=1e-3)
 
 
 def test_resuming_an_older_step_sets_the_newer_aside_and_drops_its_rows(folder):
@@ -853,6 +883,11 @@ SLURM = {  # stand-ins: one node, and a job step that is the process srun turns 
     "scancel": 'kill -USR1 "$(cat step.pid)"',
     "srun": 'while [[ $1 == --* ]]; do shift; done; echo $$ > step.pid; exec "$@"',
 }
+
+
+def test_slurm_logs_into_a_folder_that_a_clean_clone_has():
+    (log,) = re.findall(r"^#SBATCH --output=(.+)$", (ROOT / "recipes/slurm.sh").read_text(), re.M)
+    assert Path(log).parent == Path(), "SLURM makes no folder"
 
 
 def test_a_slurm_job_saves_when_warned_requeues_itself_and_resumes(folder):
