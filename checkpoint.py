@@ -609,7 +609,8 @@ def describe_differences(stored, wanted, ignored):
     if not keys:
         return None
     there, here = (shapes.get(keys[0], "absent") for shapes in (stored, wanted))
-    more = f", and {len(keys) - 1} more" if len(keys) > 1 else ""
+    n = len(keys) - 1
+    more = f", and {n} other keys differ" if n > 1 else ", and another key differs" * n
     return f"{keys[0]} is {there} there and {here} in this run{more}"
 
 
@@ -644,9 +645,11 @@ def load_checkpoint(folder, step: int, stages, optimizer, *, shapes) -> None:
     """
     state = build_state(stages, optimizer)
     wanted = {f"model.{name}": tuple(shape) for name, shape in shapes.items()}
-    for slot in {key.rsplit(".", 1)[1] for key in state if key.startswith("optimizer.")}:
-        for name, shape in shapes.items():
-            wanted[f"optimizer.{name}.{slot}"] = () if slot == "step" else tuple(shape)
+    # an optimizer may keep other slots of other parameters, and a stage knows its own alone
+    slots = [None] * dist.get_world_size()
+    mine = {key: tuple(t.shape) for key, t in state.items() if key.startswith("optimizer.")}
+    dist.all_gather_object(slots, mine)
+    wanted |= {key: shape for of_rank in slots for key, shape in of_rank.items()}
     try:
         fill_state(state, wanted, checkpoint_path(folder, step))
     except Unreadable as error:

@@ -306,6 +306,8 @@ def apply_tp(
         }
         parallelize_module(block, tp_mesh, plan)
     stage.tie_embeddings()  # parallelize_module gave each its own DTensor
+    whole = [name for name, weight in stage.named_parameters() if not isinstance(weight, DTensor)]
+    assert not whole, f"apply_tp's plan has no style for {', '.join(whole)}: a new module needs one"
 
 
 # ---- 3. Context parallelism --------------------------------------------------------------------

@@ -62,7 +62,6 @@ import pipeline
 import watch
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-N_STATES = {"adamw": 2, "sgd": 0}  # numbers of a parameter that an optimizer keeps
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the mesh, outer to inner
 
 # ---- 1. The job --------------------------------------------------------------------------------
@@ -217,8 +216,24 @@ def start(args, job, draw=None):
     return job
 
 
+N_STATES = {"adamw": 2, "sgd": 0}  # numbers that each keeps of a parameter: what `plan` counts
+
+
 def build_optimizer(args, parameters):
-    """One optimizer over all stages; like the paper's, it decays norms and embeddings as well."""
+    """One optimizer over all stages; like the paper's, it decays norms and embeddings as well.
+
+    Another one joins --optimizer's choices, N_STATES and the `if` below, and keeps this contract:
+
+    1. It is one torch.optim.Optimizer of all `parameters`, which are DTensors, split as FSDP and tp
+       have them; so are their clipped gradients. step(closure=None) runs once a global batch.
+    2. Each step sets the lr of a group to `lr_at` times its "lr_scale", 1 if the group has none.
+    3. What needs a whole matrix gathers it (`parallel.whole_tensor`), on all ranks in one order.
+    4. Its state are tensors, per parameter and slot: of the parameter's shape and split, or 0-d.
+       Parameters may differ in their slots; on any mesh checkpoints find them by these names.
+    5. With lr 0 and zero gradients a step leaves weights as they are: so torch makes the state that
+       a checkpoint is then read into.
+    6. Hyperparameters are the flags' of this run; a checkpoint holds none.
+    """
     if args.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=args.lr, weight_decay=args.weight_decay)
     return torch.optim.AdamW(
@@ -458,7 +473,7 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
             step += 1
             lr = lr_at(step, args)
             for group in job.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_scale", 1.0)
             inputs, labels = loader.get()
             metrics.data_s += loader.wait_s
             stats = train_step(

@@ -2,6 +2,10 @@
 
     python tests/parity.py --world 8              every case on up to 8 forked gloo ranks
     python tests/parity.py --world 4 --dtype fp32 --steps 5
+    python tests/parity.py --only 'tp2' --flags '--set tied_embeddings=true' --world 4
+
+The second runs the cases whose names hold the pattern, with flags that the one process has as well:
+what a fork asks of a new field of the model, or of a new technique.
 
 A case is a list of train.py's own flags. It goes through the program's own `build`, `start`,
 `gradients` and `update` on the same global batches, with labels ignored (-100) unevenly over
@@ -24,6 +28,7 @@ compared is the graph, not the code generator.
 """
 
 import argparse
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -74,6 +79,7 @@ MESHES = {
     "pp2 x cp2 x tp2": (8, "--pp 2 --cp 2 --tp 2"),
     "dp2 x cp2 x tp2": (8, "--dp-shard 2 --cp 2 --tp 2"),
 }
+# what a row is added to for a new technique: the default suite runs those without --compile, too
 TECHNIQUES = {
     f"{mesh}, {technique}": (MESHES[mesh][0], f"{MESHES[mesh][1]} {technique}")
     for mesh in ("pp2 x dp2 x tp2", "dp2 x cp2")
@@ -216,8 +222,8 @@ def data_ranks(flags):
     return int(values.get("--dp-replicate", 1)) * int(values.get("--dp-shard", 1))
 
 
-def all_cases(world):
-    """Every mesh with every choice that applies to it."""
+def all_cases(world, only=""):
+    """Every mesh with every choice that applies to it, if its title holds the pattern `only`."""
     cases = {}
     for name, (ranks, flags) in (MESHES | TECHNIQUES | SCHEDULES).items():
         # a part of the batch must hold a sequence, and a microbatch for each stage of a pipeline
@@ -228,7 +234,8 @@ def all_cases(world):
             for loss in ("", " --no-loss-parallel") if both else ("",):
                 title = f"{name}{', loss gathered' if loss else ''}, accumulation {accumulation}"
                 full = with_accumulation(flags + loss, data_ranks(flags), accumulation)
-                cases[title] = (ranks, full)
+                if re.search(only, title):
+                    cases[title] = (ranks, full)
     return cases
 
 
@@ -237,10 +244,15 @@ def main():
     parser.add_argument("--world", type=int, default=8, help="most ranks to use")
     parser.add_argument("--dtype", choices=TOLERANCES, default="fp64")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name holds it")
+    parser.add_argument("--flags", default="", help="of train.py, for the one process as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    cases = all_cases(args.world)
-    table = run_matrix(cases, dtype=args.dtype, steps=args.steps, timeout_s=3600)
+    cases = all_cases(args.world, args.only)
+    if not cases:
+        parser.error(f"--only {args.only} names no case of --world {args.world}")
+    common = {"dtype": args.dtype, "steps": args.steps, "common": args.flags}
+    table = run_matrix(cases, **common, timeout_s=3600)
     width = max(map(len, table))
     print(f"{args.dtype}, {args.steps} steps, against one process; worst relative errors")
     print(f"{'':{width}}  weights 0      loss      norm     grads   weights")

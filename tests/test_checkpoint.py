@@ -496,7 +496,8 @@ def stalls(folder, config):
 LARGE = ModelConfig(768, 10, 12, 12, 2048, vocab_size=32768)  # 121 M parameters, 1.4 GiB of state
 
 
-@pytest.mark.parametrize("config", [MODELS["debug"], pytest.param(LARGE, marks=pytest.mark.soak)])
+@pytest.mark.soak  # it asks a clock, and so an idle machine
+@pytest.mark.parametrize("config", [MODELS["debug"], LARGE])
 def test_an_async_save_holds_training_up_for_a_fifth_of_a_sync_one(tmp_path, config):
     seen = run_ranks(1, stalls, tmp_path, config)[0]
     assert seen["async"][1] < seen["sync"][1] / 5, seen

@@ -1,5 +1,6 @@
 """parallel.py: every mesh trains as one process; groups, shapes, collectives, bytes and graphs."""
 
+import dataclasses
 import functools
 import gc
 import math
@@ -38,7 +39,6 @@ def accumulated(ranks, flags, times=1):
     return ranks, parity.with_accumulation(flags, parity.data_ranks(flags), times)
 
 
-PP2_DP2_TP2, DP2_CP2 = parity.MESHES["pp2 x dp2 x tp2"], parity.MESHES["dp2 x cp2"]
 MESHES = {name: accumulated(*case) for name, case in parity.MESHES.items()}
 VARIATIONS = {  # one factor at a time
     "dp2, accumulation 2": accumulated(2, "--dp-shard 2", 2),
@@ -47,11 +47,7 @@ VARIATIONS = {  # one factor at a time
     "dp2, reshard always": accumulated(2, "--dp-shard 2 --reshard always"),
     "dp2, reshard never": accumulated(2, "--dp-shard 2 --reshard never"),
     "dp2, cpu offload": accumulated(2, "--dp-shard 2 --cpu-offload"),
-} | {
-    f"{name}, {technique}": accumulated(ranks, f"{flags} --{technique}")
-    for name, (ranks, flags) in {"pp2 x dp2 x tp2": PP2_DP2_TP2, "dp2 x cp2": DP2_CP2}.items()
-    for technique in ("ac op", "ac full", "loss-chunks 2")
-}
+} | {n: accumulated(*case) for n, case in parity.TECHNIQUES.items() if "--compile" not in n}
 COMPILED = {
     f"{name}, compiled{ac}": accumulated(ranks, f"{flags} --compile{ac}")
     for name, ranks, flags, recomputing in (
@@ -65,13 +61,24 @@ COMPILED = {
     for ac in ("", *recomputing)
 }
 FLOAT32 = {f"{name}, float32": MESHES[name] for name in ("dp2", "tp2", "cp2")}
-TIED = {f"{name}, tied embeddings": MESHES[name] for name in ("dp2", "tp2")}
+SWITCHES = {  # every boolean field of the model: {its name: the other value than the default}
+    field.name: not field.default
+    for field in dataclasses.fields(llama.ModelConfig)
+    if field.type is bool
+}
 LAUNCHES = [  # (dtype, flags that the one process has as well, cases of one world size)
     (dtype, common, {name: case for name, case in cases.items() if case[0] == world_size})
     for dtype, common, cases in (
         ("fp64", "", MESHES | VARIATIONS | COMPILED),
         ("fp32", "", FLOAT32),
-        ("fp64", "--set tied_embeddings=true", TIED),
+        *(
+            (
+                "fp64",
+                f"--set {name}={str(value).lower()}",
+                {f"{mesh}, {name}": MESHES[mesh] for mesh in ("dp2", "tp2", "cp2")},
+            )
+            for name, value in SWITCHES.items()
+        ),
     )
     for world_size in sorted({ranks for ranks, _ in cases.values()})
 ]
@@ -405,6 +412,20 @@ def test_readmes_walk_through_a_step_has_the_shapes_and_sends_of_its_ranks():
 
 
 # ---- 2. Tensor, sequence and loss parallelism --------------------------------------------------
+
+
+def test_a_module_without_a_tp_style_is_named():
+    """As where a fork adds a norm to the block and forgets it in the plan."""
+
+    def apply():
+        mesh = parallel.build_mesh("cpu", pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=2)
+        with torch.device("meta"):
+            stage = llama.Transformer(CONFIG, seq_len=T)
+            stage.layers["1"].attention.new_norm = torch.nn.RMSNorm(DH)
+        with pytest.raises(AssertionError, match="no style for layers.1.attention.new_norm.weight"):
+            parallel.apply_tp(stage, mesh["tp"], loss_parallel=True)
+
+    run_ranks(2, apply)
 
 
 def test_under_tp_activations_between_blocks_are_split_over_the_sequence():

@@ -370,6 +370,93 @@ def test_a_resumed_run_goes_on_where_the_data_stopped_and_keeps_what_it_came_fro
     assert checkpoint.list_checkpoints(folder / "halved/checkpoints") == [2, 5]
 
 
+class TwoKinds(torch.optim.Optimizer):
+    """Momentum for matrices, at a third of the rate, and RMSprop for the rest: other slots."""
+
+    def __init__(self, parameters, lr):
+        matrices = [p for p in parameters if p.ndim == 2]
+        others = [p for p in parameters if p.ndim < 2]
+        groups = [{"params": matrices, "lr_scale": 0.33}, {"params": others}]
+        super().__init__([group for group in groups if group["params"]], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if p.ndim == 2:
+                    slot = state.setdefault("momentum", torch.zeros_like(p))
+                    p.sub_(slot.mul_(0.9).add_(p.grad), alpha=group["lr"])
+                else:
+                    state["n_seen"] = state.get("n_seen", torch.zeros(())) + (group["lr"] > 0)
+                    slot = state.setdefault("square", torch.zeros_like(p))
+                    slot.mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+                    p.sub_(p.grad / (slot.sqrt() + 1e-3), alpha=group["lr"])
+
+
+def use_two_kinds(rank):
+    """In a forked rank: another optimizer, and a note of the rates in every step."""
+    train_step, rates = train.train_step, []
+
+    def step(job, *args, **options):
+        rates.append([(g.get("lr_scale"), g["lr"]) for g in job.optimizer.param_groups])
+        Path("rates.json").write_text(json.dumps(rates))
+        return train_step(job, *args, **options)
+
+    train.train_step = step
+    train.build_optimizer = lambda args, parameters: TwoKinds(parameters, args.lr)
+
+
+def plain_two_kinds(folder, steps):
+    """The losses of a dozen lines, with the update written out once more."""
+    tokens = data.open_tokens(
+        str(folder / "text"), "bytes", data_cache=folder / ".cache", is_builder=True
+    )
+    config = model.ModelConfig(32, 2, 4, 2, 48, vocab_size=300)
+    transformer = model.Transformer(config, seq_len=32)
+    weights = dict(transformer.named_parameters())
+    slots = {name: torch.zeros_like(p) for name, p in weights.items()}
+    losses = []
+    with torch.no_grad():
+        for name, p in weights.items():
+            p.copy_(model.draw_weight(name, p.shape, config=config, seed=0, device="cpu"))
+    for step in range(steps):
+        inputs, labels = data.batch_at(tokens, range(8 * step, 8 * step + 8), seq_len=32, seed=0)
+        logits = transformer(inputs)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        losses.append(loss.item())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+        with torch.no_grad():
+            for name, p in weights.items():
+                if p.ndim == 2:
+                    slots[name] = 0.9 * slots[name] + p.grad
+                    p -= 0.33 * 0.03 * slots[name]
+                else:
+                    slots[name] = 0.9 * slots[name] + 0.1 * p.grad**2
+                    p -= 0.03 * p.grad / (slots[name].sqrt() + 1e-3)
+                p.grad = None
+    return losses
+
+
+def test_another_optimizer_keeps_its_rates_and_its_slots_on_any_mesh(folder):
+    """The contract of build_optimizer, with an optimizer of two kinds of state and two rates."""
+    flags = f"{SHARD_BATCH} --checkpoint-every 2 --lr 0.03 --warmup-steps 0 --decay-ratio 0"
+    mesh = "--dp-shard 2 --tp 2 --out kinds"
+    train_on(4, f"{flags} --steps 2 {mesh}", folder, use_two_kinds)
+    train_on(4, f"{flags} --steps 4 {mesh}", folder, use_two_kinds)
+    rates = json.loads((folder / "rates.json").read_text())
+    assert rates == [[[0.33, 0.33 * 0.03], [None, 0.03]]] * 2
+    train_on(2, f"{flags} --steps 6 --pp 2 --local-batch-size 4 --out kinds", folder, use_two_kinds)
+    # float32 sums in another order, over six steps
+    assert losses_of(folder, "kinds") == pytest.approx(plain_two_kinds(folder, 6), rel=1e-4)
+    stored = flatten(final_weights(folder, "kinds", 6))
+    stored = {key: t for key, t in stored.items() if "optimizer." in key}
+    assert {key.rsplit(".", 1)[1] for key in stored if "norm" in key} == {"n_seen", "square"}
+    assert {key.rsplit(".", 1)[1] for key in stored if "norm" not in key} == {"momentum"}
+    assert all(n == 6 for key, n in stored.items() if key.endswith("n_seen"))
+
+
 @torch.no_grad()
 def scales_and_amax(job):
     """{name: (the scale with which FSDP gathers a weight in float8, 448 / its largest value)}."""
