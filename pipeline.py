@@ -67,7 +67,7 @@ import csv
 import itertools
 import math
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -172,6 +172,12 @@ def read_csv(path):
     return [flatten_actions(row) for row in rows]
 
 
+def write_csv(path, rows):
+    """Write a time line as such a file, to start from."""
+    cells = [[f"{op.stage}{op.kind}{op.microbatch}" for op in row] for row in rows]
+    Path(path).write_text("".join(",".join(row) + "\n" for row in cells))
+
+
 def count_stages(schedule, pp, stages_per_rank=None):
     """Number of stages S over all ranks; None stands for 1 per rank, or 2, or what the file holds.
 
@@ -254,6 +260,10 @@ def csv_problem(path, n_stages, *, pp, n_microbatches):
         done = "".join(sorted(kinds[stage, i]))
         if (stage, i) not in expected or done not in ("BF", "FIW"):
             return f"of microbatch {i} stage {stage} does {done or 'nothing'}"
+    _, stuck = play(read_csv(path), n_stages, [DURATION] * n_stages)
+    if stuck:
+        cells = (f"rank {rank} at {stage}{kind}{i}" for rank, (kind, stage, i) in stuck.items())
+        return f"its order is circular: all wait for one another, {', '.join(cells)}"
     try:
         mock_schedule(path, pp, n_microbatches, None)
     except AssertionError as error:  # torch finds the order impossible
@@ -579,22 +589,29 @@ def timeline(schedule, pp, n_microbatches, stages_per_rank=None, *, durations=No
     """
     check_schedule(schedule, pp=pp, n_microbatches=n_microbatches, stages_per_rank=stages_per_rank)
     n_stages = count_stages(schedule, pp, stages_per_rank)
-    pending = compute_orders(schedule, pp, n_microbatches, stages_per_rank)
-    durations = durations or [DURATION] * n_stages
-    rows = [[] for _ in range(pp)]
+    orders = compute_orders(schedule, pp, n_microbatches, stages_per_rank)
+    rows, stuck = play(orders, n_stages, durations or [DURATION] * n_stages)
+    assert not stuck, f"every rank waits for another: {stuck}"
+    return rows
+
+
+def play(orders, n_stages, durations):
+    """(the time line of `compute_orders`, {rank: the computation at which it waits for ever})."""
+    pending, rows = [deque(order) for order in orders], [[] for _ in orders]
     ends = {}  # (F or B, stage, microbatch) -> when its result is there
-    while any(pending):
-        waiting = sum(map(len, pending))
+    went_on = True
+    while went_on:
+        went_on = False
         for row, ops in zip(rows, pending, strict=True):
             while ops and needs(*ops[0], n_stages) <= ends.keys():
-                kind, stage, i = ops.pop(0)
+                went_on = True
+                kind, stage, i = ops.popleft()
                 arrivals = [ends[need] for need in needs(kind, stage, i, n_stages)]
                 start = max([row[-1].end if row else 0, *arrivals])
                 row.append(Op(kind, stage, i, start, start + durations[stage][kind]))
                 if kind != "W":
                     ends["F" if kind == "F" else "B", stage, i] = row[-1].end
-        assert sum(map(len, pending)) < waiting, "deadlock: every rank waits for another"
-    return rows
+    return rows, {rank: ops[0] for rank, ops in enumerate(pending) if ops}
 
 
 def bubble_fraction(rows):
@@ -696,6 +713,7 @@ def parse_args():
     add("--n-microbatches", type=int, default=8, help="per schedule run (default 8) -> timeline")
     add("--stages-per-rank", type=int, help="default 1, or 2 where needed -> count_stages")
     add("--svg", metavar="FILE", help="draw it into this file as well -> draw_svg")
+    add("--csv", metavar="FILE", help="write it as a schedule to start from -> write_csv")
     parser.error = lambda message: sys.exit(f"pipeline.py: {message}")  # one line, exit status 1
     return parser.parse_args()
 
@@ -713,6 +731,9 @@ def main(args):
     if args.svg:
         Path(args.svg).write_text(draw_svg(rows))
         print(f"drawn into       {args.svg}")
+    if args.csv:
+        write_csv(args.csv, rows)
+        print(f"written into     {args.csv}: change its cells, then --pp-schedule {args.csv}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import sys
 import xml.etree.ElementTree
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -759,8 +760,9 @@ def test_what_a_split_backward_does_not_survive_is_refused(schedule):
         ("0F0,0F0,0B0\n1F0,1B0\n", "of microbatch 0 stage 0 does BFF"),
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n", "of microbatch 1 stage 0 does BF"),
         ("0F0,0B0\n2F0,2B0\n", "of microbatch 0 stage 1 does nothing"),
-        ("0B0,0F0\n1F0,1B0\n", "without first running Forward"),
-        ("0F0,2F0,0B0,2B0\n1F0,1B0\n", "can't schedule"),
+        ("0B0,0F0\n1F0,1B0\n", "circular: all wait for one another, rank 0 at 0B0, rank 1 at 1F0"),
+        ("0F0,2F0,0B0,2B0\n1B0,1F0\n", "one another, rank 0 at 2F0, rank 1 at 1B0, but it needs"),
+        ("0F0,2F0,0B0,2B0\n1F0,1B0\n", "one another, rank 0 at 0B0, rank 1 at 1B0, but it needs"),
         ("", "0 rows"),
     ],
 )
@@ -807,6 +809,16 @@ def test_the_tool_prints_a_schedule_within_100_columns_and_draws_it(tmp_path):
     assert "fraction  0.1579" in done.stdout and "[11, 9, 7, 5]" in done.stdout
     boxes = [e for e in xml.etree.ElementTree.parse(svg).iter() if e.tag.endswith("title")]
     assert len(boxes) == 2 * 8 * 8  # forward and backward, 8 stages, 8 microbatches
+
+
+def test_the_tool_writes_a_schedule_to_start_from(tmp_path, capsys):
+    for schedule, _ in ALL:
+        path, right = str(tmp_path / "order.csv"), write_csv(tmp_path / "right.csv", schedule, 4, 8)
+        shape = {"pp": 4, "n_microbatches": 8, "stages_per_rank": None, "svg": None, "csv": path}
+        pipeline.main(SimpleNamespace(pp_schedule=schedule, **shape))
+        assert f"then --pp-schedule {path}" in capsys.readouterr().out
+        assert Path(path).read_text() == Path(right).read_text()
+        pipeline.check_schedule(path, pp=4, n_microbatches=8)
 
 
 def test_the_tool_refuses_in_one_line_with_exit_status_1():
