@@ -250,25 +250,28 @@ def test_readme_maps_every_flag_and_names_every_room():
 # ---- 4. README's ladder ------------------------------------------------------------------------
 
 
+LADDER = "@recipes/ladder.args"
+
+
 def ladder():
-    """[(ranks, flags, printed losses at steps 1, 10 and 20)] of README's table."""
+    """[(ranks, all flags of the rung, its other columns)] of README's table."""
     table = README.split("## The ladder")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| `(.+?)` \|.*\| ([\d., ]+) \|$", table, flags=re.M)
-    ranks = [re.search(r"--nproc-per-node (\d+)", command) for command, _ in rows]
-    return [
-        (int(n[1]) if n else 1, command.split("train.py ")[1], losses.split(", "))
-        for n, (command, losses) in zip(ranks, rows, strict=True)
-    ]
+    rungs, flags = [], LADDER
+    for row in re.findall(r"^\|(.*)\|$", table, flags=re.M)[2:]:
+        added, n_ranks, _, *columns = (cell.strip() for cell in row.split("|"))
+        flags = f"{flags} {added.strip('`')}".strip()
+        rungs.append((int(n_ranks), flags, columns))
+    return rungs
 
 
 def losses_on_rung(rung, folder):
     """Losses of a rung at steps 1, 10 and 20, as the console prints them."""
     n_ranks, flags, _ = ladder()[rung]
     flags = flags.replace("@recipes", f"@{ROOT}/recipes") + f" --out rung-{rung}"
-    codes, outputs = run_program(n_ranks, flags, cwd=folder, timeout_s=600)
+    codes, outputs = run_program(n_ranks, flags, cwd=folder, timeout_s=900)
     assert codes == [0] * n_ranks, outputs
     lines = (folder / f"rung-{rung}" / "metrics.jsonl").read_text().splitlines()
-    return [f"{row['loss']:.4f}" for row in map(json.loads, lines)]
+    return ", ".join(f"{row['loss']:.4f}" for row in map(json.loads, lines))
 
 
 @pytest.fixture(scope="module")
@@ -276,15 +279,37 @@ def first_rung(folder):
     return losses_on_rung(0, folder)
 
 
-def test_the_ladder_has_seven_rungs():
-    assert [n for n, _, _ in ladder()] == [1, 2, 2, 2, 2, 8, 8]
-    assert len({tuple(losses) for _, _, losses in ladder()}) == 1, "the losses stay"
+def test_each_rung_of_the_ladder_doubles_the_ranks_and_keeps_the_losses():
+    assert [n for n, _, _ in ladder()] == [1, 2, 4, 8, 16]
+    assert len({columns[-1] for _, _, columns in ladder()}) == 1
+    n_ranks, flags, _ = ladder()[2]
+    command = f"torchrun --nproc-per-node {n_ranks} train.py {flags}`"
+    assert command in " ".join(README.split()), "README spells one of them out"
 
 
-SOAK = [pytest.param(rung, marks=pytest.mark.soak) for rung in (5, 6)]
+def test_the_ladder_shows_what_rank_0_holds_and_sends(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for n_ranks, flags, columns in ladder():
+        _, args, config = simulate.read_command([*flags.split(), "--world-size", str(n_ranks)])
+        (row,) = simulate.trace_ranks([(args, config, 0)])
+        shapes = {weight["name"]: weight["local_shape"] for weight in row["weights"]}
+        sent = {
+            axis: sum(kind["sent_bytes"] for kind in kinds.values()) / 2**20
+            for axis, kinds in row["collectives"].items()
+        }
+        assert columns[:3] == [
+            f"{sum(row['state_bytes'].values()) / 2**20:.1f} MiB",
+            str(tuple(shapes["layers.0.attention.wq.weight"])),
+            # less is what the loss, its count of tokens and the norm take
+            ", ".join(f"{a} {sent[a]:.3g}" for a in ("fsdp", "tp", "cp", "pp")
+                      if sent.get(a, 0) > 0.01),
+        ], flags  # fmt: skip
 
 
-@pytest.mark.parametrize("rung", [1, 2, 3, 4, *SOAK])
+SOAK = [pytest.param(rung, marks=pytest.mark.soak) for rung in (3, 4)]
+
+
+@pytest.mark.parametrize("rung", [1, 2, *SOAK])
 def test_rungs_of_the_ladder_have_the_same_losses_to_the_printed_digits(rung, first_rung, folder):
     assert losses_on_rung(rung, folder) == first_rung
 
@@ -295,7 +320,7 @@ def test_the_losses_are_those_that_readme_prints(first_rung, folder):
     tokens = data.open_tokens(None, "bytes", data_cache=folder / ".cache", is_builder=True)
     if tokens.fingerprint != named:
         pytest.skip(f"README's losses are of tokens {named}, here they are {tokens.fingerprint}")
-    assert first_rung == ladder()[0][2]
+    assert first_rung == ladder()[0][2][-1]
 
 
 # ---- 5. Slips ----------------------------------------------------------------------------------
