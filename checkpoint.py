@@ -67,6 +67,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -662,6 +663,7 @@ HUGGINGFACE_MODULES = {
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
     "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
@@ -669,11 +671,50 @@ HUGGINGFACE_MODULES = {
 HUGGINGFACE_FIELDS = {
     "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size", "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta",
+    "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta",
     "tied_embeddings": "tie_word_embeddings",
 }  # fmt: skip
-# what model.py computes and has no field for
-LLAMA = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
+
+
+class Family(NamedTuple):
+    """Models that one class of transformers holds; its `model_type` is the key in FAMILIES."""
+
+    architecture: str  # the class
+    selected_by: dict  # our fields, with what they say in this family and in no other
+    fixed: dict  # what its config.json may say and model.py does not ask, since it is always so
+    defaults: dict  # of its class, where a config.json is silent
+
+
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        selected_by={"qk_norm": False},
+        fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+        defaults=DEFAULTS,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        selected_by={"qk_norm": True},
+        fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+        defaults=DEFAULTS | {"head_dim": 128},
+    ),
+}
+# of runs that are older than these fields
+OLDER = {"qk_norm": False}
+
+
+def read_model(path) -> dict:
+    """{field: value} of the ModelConfig that a checkpoint's train.json holds."""
+    config = OLDER | read_json(path / "train.json")["model"]
+    return {"head_dim": config["dim"] // config["n_heads"]} | config
+
+
+def family_of(config) -> str:
+    """The key in FAMILIES of the family that has the config's fields."""
+    return next(
+        name for name, family in FAMILIES.items() if family.selected_by.items() <= config.items()
+    )
 
 
 def huggingface_name(name) -> str:
@@ -685,8 +726,9 @@ def huggingface_name(name) -> str:
 
 def config_to_huggingface(config) -> dict:
     """What config.json says of a ModelConfig; transformers 4 and 5 both read this spelling."""
-    c = LLAMA | {theirs: config[ours] for ours, theirs in HUGGINGFACE_FIELDS.items()}
-    c |= {"head_dim": config["dim"] // config["n_heads"], "rope_scaling": None}
+    name = family_of(config)
+    c = {"model_type": name} | FAMILIES[name].fixed | {"rope_scaling": None}
+    c |= {theirs: config[ours] for ours, theirs in HUGGINGFACE_FIELDS.items()}
     if config["rope_factor"] != 1.0:
         c["rope_scaling"] = {
             "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -696,9 +738,9 @@ def config_to_huggingface(config) -> dict:
     return c
 
 
-def flatten_config(c) -> dict:
-    """config.json without the inner dictionary of RoPE, and with LlamaConfig's defaults."""
-    c = LLAMA | {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0} | c
+def flatten_config(c, family) -> dict:
+    """config.json without the inner dictionary of RoPE, and with the defaults of its class."""
+    c = family.fixed | family.defaults | c
     # transformers 5 keeps the base in the same dictionary as the stretch, 4 beside it
     rope = c.pop("rope_scaling", None) or c.pop("rope_parameters", None) or {}
     # and before 4.45 it called the kind `type`
@@ -723,12 +765,13 @@ def check_init_from(path, config) -> Path:
     Raises:  ValueError. Needs no process group, so a wrong folder can be told before there is one.
     """
     folder = find_checkpoint("--init-from", path)
+    there, here = None, config
     if (folder / "config.json").is_file():
-        there = read_json(folder / "config.json")
+        family = FAMILIES[family_of(config)]
+        here = flatten_config(config_to_huggingface(config), family)
+        there = flatten_config(read_json(folder / "config.json"), family)
     else:
-        there = config_to_huggingface(read_json(folder / "train.json")["model"])
-    here = flatten_config(config_to_huggingface(config))
-    there = flatten_config(there)
+        there = read_model(folder)
     differing = [key for key in here if there.get(key) != here[key]]
     if differing:
         texts = (f"{key} is {there.get(key)} there and {here[key]} here" for key in differing)
@@ -797,11 +840,14 @@ def print_contents(path):
 
 
 def export_tokenizer(tokenizer, folder) -> dict:
-    """Write what transformers reads of a tiktoken file; {name: id} as data.py gives them."""
+    """Write what transformers reads of the run's tokenizer; {name: id} as data.py gives them."""
     n_ranks = 256
     if tokenizer != "bytes":
         if not Path(tokenizer).is_file():
             print(f"no tokenizer written: {tokenizer}, which the run used, is not here")
+            return {}
+        if tokenizer.endswith(".json"):  # Hugging Face's own, whose ids nobody has told us
+            shutil.copy(tokenizer, folder / "tokenizer.json")
             return {}
         n_ranks = len(Path(tokenizer).read_bytes().split()) // 2  # lines of "base64 rank"
         shutil.copy(tokenizer, folder / "tokenizer.model")
@@ -811,8 +857,8 @@ def export_tokenizer(tokenizer, folder) -> dict:
     return {"bos_token_id": n_ranks, "eos_token_id": n_ranks + 1}
 
 
-def export_huggingface(folder, facts, *, shapes, read, dtype):
-    """What transformers opens as LlamaForCausalLM, one output file in memory at a time."""
+def export_huggingface(folder, model, flags, *, shapes, read, dtype):
+    """What transformers opens as its family's class, one output file in memory at a time."""
     check_safetensors("--format hf")
     from safetensors.torch import save_file
 
@@ -827,10 +873,10 @@ def export_huggingface(folder, facts, *, shapes, read, dtype):
         (folder / file).chmod(0o644)  # safetensors lets nobody else read it
         weight_map |= dict.fromkeys(weights, file)
         print(file, flush=True)
-    model, flags = facts["model"], facts["flags"]
     ids = export_tokenizer(flags["tokenizer"], folder)
-    config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": str(dtype).split(".")[1]}
-    config |= config_to_huggingface(model) | ids
+    config = config_to_huggingface(model) | ids
+    config["architectures"] = [FAMILIES[config["model_type"]].architecture]
+    config["torch_dtype"] = str(dtype).split(".")[1]
     stretched_len = int(model["rope_original_seq_len"] * model["rope_factor"])
     is_stretched = model["rope_factor"] != 1.0
     config["max_position_embeddings"] = stretched_len if is_stretched else flags["seq_len"]
@@ -863,8 +909,8 @@ def export(path, to, *, kind, dtype):
         folder = Path(temporary) / "new"  # only its owner may open the temporary one
         folder.mkdir()
         if kind == "hf":
-            facts = read_json(path / "train.json")
-            export_huggingface(folder, facts, shapes=shapes, read=read, dtype=dtype)
+            model, flags = read_model(path), read_json(path / "train.json")["flags"]
+            export_huggingface(folder, model, flags, shapes=shapes, read=read, dtype=dtype)
         else:  # all in memory once
             weights = read(shapes)
             weights.setdefault("output.weight", weights["tok_embeddings.weight"])  # stored once
@@ -883,7 +929,7 @@ def parse_args(argv):
     add = commands.add_parser("export", help="weights for Hugging Face, or one torch file")
     add.add_argument("--from", dest="checkpoint", required=True, **ckpt)
     add.add_argument("--to", required=True, type=Path, help="new folder, whole once it exists")
-    kinds = "hf: opens as LlamaForCausalLM (default); torch: weights.pt, a state dict of model.py"
+    kinds = "hf: for transformers (default); torch: weights.pt, a state dict of model.py"
     add.add_argument("--format", choices=("hf", "torch"), default="hf", help=kinds)
     sizes = "fp32 as trained (default); bf16 halves the size, but rounds"
     add.add_argument("--dtype", choices=DTYPES, default="fp32", help=sizes)

@@ -129,7 +129,22 @@ class TiktokenTokenizer:
 
 def load_tokenizer(spec):
     """The tokenizer of --tokenizer: "bytes", or the path of a tiktoken BPE file."""
+    if Path(spec).suffix == ".json":
+        raise ValueError(
+            f"--tokenizer {spec} conflicts with text: Hugging Face's tokenizer.json, which Qwen3 "
+            "has, is not read here; make token shards of the text with the package tokenizers, as "
+            "README shows under Hugging Face, and give their folder as --data"
+        )
     return ByteTokenizer() if str(spec) == "bytes" else TiktokenTokenizer(spec)
+
+
+def fingerprint_of(spec):
+    """What --tokenizer is known by; a tokenizer.json, which only shards can name, by its bytes."""
+    if Path(spec).suffix != ".json":
+        return load_tokenizer(spec).fingerprint
+    if not Path(spec).is_file():
+        raise ValueError(f"--tokenizer {spec} is no file: give the one that made the shards")
+    return f"sha256-{hashlib.sha256(Path(spec).read_bytes()).hexdigest()[:16]}"
 
 
 # ---- 2. Reading text ---------------------------------------------------------------------------
@@ -510,17 +525,16 @@ def open_tokens(data, tokenizer_spec, *, data_cache, is_builder):
     On first use the process with `is_builder` tokenises the text. The others look for the folder
     now and then: no collective waits, so none can time out.
     """
-    tokenizer = load_tokenizer(tokenizer_spec)
     if data is not None and is_shards(Path(data)):
-        tokens = TokenShards(data)
-        if tokens.tokenizer_fingerprint != tokenizer.fingerprint:
+        tokens, fingerprint = TokenShards(data), fingerprint_of(tokenizer_spec)
+        if tokens.tokenizer_fingerprint != fingerprint:
             raise ValueError(
-                f"--tokenizer {tokenizer_spec} ({tokenizer.fingerprint}) did not make --data "
+                f"--tokenizer {tokenizer_spec} ({fingerprint}) did not make --data "
                 f"{data}, {tokens.tokenizer_fingerprint} did: ids mean nothing to another "
                 "tokenizer; give that one, or run data.py on the text again"
             )
         return tokens
-    files = find_texts(data)
+    tokenizer, files = load_tokenizer(tokenizer_spec), find_texts(data)
     packed = (".gz", ".parquet")  # to a third, roughly
     n_bytes = sum(f.stat().st_size * (3 if f.suffix in packed else 1) for f in files)
     if n_bytes > 2e9:

@@ -1,9 +1,12 @@
-"""Llama 3 on one device. This file knows nothing of ranks: parallelism is applied from outside.
+"""Llama 3 and Qwen3 on one device. This file knows no ranks: parallelism comes from outside.
 
     tokens (B, T) -> tok_embeddings -> block 0 -> ... -> block L-1 -> norm -> output -> (B, T, V)
 
     block:  x = x + attention(attention_norm(x))          attention: wq wk wv -> RoPE -> core -> wo
             x = x + feed_forward(ffn_norm(x))             SwiGLU: w2(silu(w1 x) * w3 x)
+
+Qwen3 adds a norm over each head of q and of k, before RoPE (q_norm, k_norm), and its heads need not
+make up dim together.
 
 Letters in shape comments, here and in the other files:
 
@@ -27,10 +30,11 @@ RoPE uses the half-split layout of Hugging Face: element j of a head is rotated 
 j + Dh/2. TorchTitan pairs neighbours (2j, 2j + 1); the two are the same model with wq and
 wk permuted, and with this one Hugging Face weights need no permutation.
 
-Left out: dropout and biases (Llama 3 has none), KV caching (this trains), document masks.
+Left out: dropout and biases (neither family has any), KV caching (this trains), document masks.
 
-Sources: Llama 3 (arXiv 2407.21783) §3.2 and table 3; RoPE (arXiv 2104.09864); GQA (arXiv
-2305.13245); SwiGLU (arXiv 2002.05202); TorchTitan (arXiv 2410.06511) §2.1.1 and Appendix A.
+Sources: Llama 3 (arXiv 2407.21783) §3.2 and table 3; Qwen3 (arXiv 2505.09388) §2; RoPE (arXiv
+2104.09864); GQA (arXiv 2305.13245); SwiGLU (arXiv 2002.05202); TorchTitan (arXiv 2410.06511) §2.1.1
+and Appendix A.
 """
 
 import dataclasses
@@ -46,42 +50,54 @@ from torch import nn
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama. `head_dim` is dim / n_heads; every linear is without bias."""
+    """Shape of a model. Defaults add nothing: a family's own values stand in MODELS."""
 
     dim: int  # D
     n_layers: int  # L
     n_heads: int  # H
     n_kv_heads: int  # K, groups of H / K query heads share one key and value head
     ffn_dim: int  # F
-    vocab_size: int = 128256  # V
+    vocab_size: int  # V
+    head_dim: int = 0  # Dh; 0: dim / n_heads
     norm_eps: float = 1e-5
-    rope_theta: float = 500000.0
-    rope_factor: float = 8.0  # Llama 3.1's stretch of the long wavelengths; 1 switches it off
+    rope_theta: float = 10000.0
+    rope_factor: float = 1.0  # Llama 3.1's stretch of the long wavelengths; 1: none
     rope_original_seq_len: int = 8192  # context length before the stretch
     tied_embeddings: bool = False  # output.weight is tok_embeddings.weight
+    qk_norm: bool = False  # a norm over each head's q and k, before RoPE
 
-    @property
-    def head_dim(self):
-        """Width of one attention head, Dh."""
-        return self.dim // self.n_heads
+    def __post_init__(self):
+        if not self.head_dim and self.n_heads > 0 and self.dim % (2 * self.n_heads) == 0:
+            object.__setattr__(self, "head_dim", self.dim // self.n_heads)  # it is frozen
 
 
+LLAMA_3 = {"vocab_size": 128256, "rope_theta": 500000.0, "rope_factor": 8.0}
+LLAMA_3_2 = LLAMA_3 | {"rope_factor": 32.0, "tied_embeddings": True}
+QWEN_3 = {"vocab_size": 151936, "head_dim": 128, "norm_eps": 1e-6, "rope_theta": 1e6}
+QWEN_3 |= {"qk_norm": True}
 MODELS = {
     # the debug model: 6,163,712 parameters, small enough for a laptop, all parts present
-    "debug": ModelConfig(256, 6, 16, 16, 768, vocab_size=2048),
+    "debug": ModelConfig(256, 6, 16, 16, 768, **LLAMA_3 | {"vocab_size": 2048}),
     # Llama 3.2
-    "1b": ModelConfig(2048, 16, 32, 8, 8192, rope_factor=32.0, tied_embeddings=True),
-    "3b": ModelConfig(3072, 28, 24, 8, 8192, rope_factor=32.0, tied_embeddings=True),
+    "1b": ModelConfig(2048, 16, 32, 8, 8192, **LLAMA_3_2),
+    "3b": ModelConfig(3072, 28, 24, 8, 8192, **LLAMA_3_2),
     # Llama 3.1
-    "8b": ModelConfig(4096, 32, 32, 8, 14336),
-    "70b": ModelConfig(8192, 80, 64, 8, 28672),
-    "405b": ModelConfig(16384, 126, 128, 8, 53248),
+    "8b": ModelConfig(4096, 32, 32, 8, 14336, **LLAMA_3),
+    "70b": ModelConfig(8192, 80, 64, 8, 28672, **LLAMA_3),
+    "405b": ModelConfig(16384, 126, 128, 8, 53248, **LLAMA_3),
+    # Qwen3
+    "qwen3-0.6b": ModelConfig(1024, 28, 16, 8, 3072, tied_embeddings=True, **QWEN_3),
+    "qwen3-1.7b": ModelConfig(2048, 28, 16, 8, 6144, tied_embeddings=True, **QWEN_3),
+    "qwen3-8b": ModelConfig(4096, 36, 32, 8, 12288, **QWEN_3),
 }
 
 
 def override_config(config, settings):
     """Return the config with the fields of ["n_layers=5", "dim=64"]; ValueError if one is none."""
     types = {field.name: field.type for field in dataclasses.fields(config)}
+    changes = {}
+    if config.head_dim * config.n_heads == config.dim:
+        changes["head_dim"] = 0  # it follows from the two, unless it is set itself
     for setting in settings:
         key, _, text = setting.partition("=")
         if key not in types:
@@ -94,8 +110,8 @@ def override_config(config, settings):
                 f"--set {setting} is not of type {kind.__name__}, as {key} of --model is: try "
                 f"{key}={str(getattr(config, key)).lower()}"
             ) from None
-        config = dataclasses.replace(config, **{key: value})
-    return config
+        changes[key] = value
+    return dataclasses.replace(config, **changes)
 
 
 def check_config(config):
@@ -107,11 +123,16 @@ def check_config(config):
         value = getattr(config, name)
         if not 0 < value < math.inf:  # NaN is neither
             raise ValueError(
-                f"--set {name}={value} must be a number greater than 0: leave it out for Llama's"
+                f"--set {name}={value} must be a number greater than 0: leave it out for --model's"
             )
+    if config.head_dim and (config.head_dim < 2 or config.head_dim % 2):
+        raise ValueError(
+            f"--set head_dim={config.head_dim} must be even, since RoPE rotates pairs, and at "
+            "least 2: try head_dim=64"
+        )
     for whole, part, factor in (("dim", "n_heads", 2), ("n_heads", "n_kv_heads", 1)):
         value, unit = getattr(config, whole), getattr(config, part) * factor
-        if value % unit:
+        if value % unit and (whole == "n_heads" or not config.head_dim):
             raise ValueError(
                 f"--set {whole}={value} conflicts with {part} {unit // factor}: {whole} must be a "
                 f"multiple of {factor} x {part} = {unit}: try {whole}={-(-value // unit) * unit}"
@@ -119,8 +140,9 @@ def check_config(config):
 
 
 def block_parameters(config):
-    """Number of parameters of one block: attention, feed_forward and two norms."""
+    """Number of parameters of one block: attention, feed_forward and their norms."""
     attention = 2 * config.dim * config.head_dim * (config.n_heads + config.n_kv_heads)
+    attention += 2 * config.head_dim * config.qk_norm
     return attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
 
 
@@ -220,6 +242,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.core = CausalAttention()
 
     def forward(self, x, rope):
@@ -227,6 +251,8 @@ class Attention(nn.Module):
         q = self.wq(x).view(B, T, -1, self.head_dim)  # (B, T, H, Dh); H/tp of them under TP
         k = self.wk(x).view(B, T, -1, self.head_dim)  # (B, T, K, Dh)
         v = self.wv(x).view(B, T, -1, self.head_dim)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         y = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # (B, H, T, Dh)
         return self.wo(y.transpose(1, 2).reshape(B, T, -1))
@@ -325,7 +351,7 @@ def weight_std(name, config):
     """
     parts = name.split(".")
     module = parts[-2]
-    if module in ("attention_norm", "ffn_norm", "norm"):
+    if module in ("attention_norm", "ffn_norm", "norm", "q_norm", "k_norm"):
         return None
     if module == "tok_embeddings":
         return 0.02 if config.tied_embeddings else 1.0  # tied: it is the head's weight as well

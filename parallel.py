@@ -266,9 +266,9 @@ def apply_tp(
              the sequence: (B, T/tp, D), norms included. Logits are a DTensor (B, T, V/tp) with
              `loss_parallel`, else plain (B, T, V) on every rank.
     Costs:   per block 2 all-gathers and 2 reduce-scatters of (B, T, D) forward, as many backward,
-             and 2 all-reduces of norm gradients (D); 1 all-gather before output and 1
-             reduce-scatter after tok_embeddings, mirrored backward; for the loss 3 all-reduces of
-             (B, T), or without `loss_parallel` 1 all-gather of (B, T, V).
+             and 2 all-reduces of norm gradients (D), with qk_norm 2 more of (Dh); 1 all-gather
+             before output and 1 reduce-scatter after tok_embeddings, mirrored backward; for the
+             loss 3 all-reduces of (B, T), or without `loss_parallel` 1 all-gather of (B, T, V).
     Needs:   tp divides n_heads, n_kv_heads, ffn_dim and T (checked by check_mesh).
     Source:  paper §2.1.3 and B.3.
     """
@@ -304,6 +304,9 @@ def apply_tp(
             "feed_forward.w3": colwise(),
             "feed_forward.w2": rowwise(output_layouts=Shard(1)),
         }
+        if stage.config.qk_norm:  # (B, T, H/tp, Dh): a rank has some of the heads
+            heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+            plan |= {"attention.q_norm": heads, "attention.k_norm": heads}
         parallelize_module(block, tp_mesh, plan)
     stage.tie_embeddings()  # parallelize_module gave each its own DTensor
     whole = [name for name, weight in stage.named_parameters() if not isinstance(weight, DTensor)]

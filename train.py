@@ -682,7 +682,8 @@ def check_resumable(args, config, tokens, state):
         model_first = [f"--model {flags['model']}", f"--optimizer {flags['optimizer']}"]
         return [*model_first, *(f"--set {key}={value}" for key, value in fields.items())]
 
-    was, now = tell(flags, state["model"]), tell(vars(args), dataclasses.asdict(config))
+    there = model.ModelConfig(**state["model"])  # with defaults of fields that are younger
+    was, now = (tell(f, dataclasses.asdict(c)) for f, c in ((flags, there), (vars(args), config)))
     if set(was[1:]) != set(now[1:]):  # the name alone makes no other model
         there, here = ([x for x in a if x not in b] for a, b in ((was, now), (now, was)))
         raise watch.TrainingError(
@@ -811,7 +812,7 @@ def is_range(text):
 def build_parser():
     """Every flag, in the groups of the files that it lands in. @FILE reads flags from a file."""
     parser = argparse.ArgumentParser(
-        description="Pretrain a Llama on one process, or with torchrun on any mesh of ranks.",
+        description="Pretrain a model on one process, or with torchrun on any mesh of ranks.",
         epilog="@recipes/NAME.args reads flags from a file; in it, # starts a comment. "
         "`python simulate.py --world-size N` takes the same flags and needs no GPU.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

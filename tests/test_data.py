@@ -8,9 +8,11 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -628,3 +630,32 @@ def test_the_tool_says_errors_in_one_line(arguments, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("hello")
     with pytest.raises(SystemExit, match=rf"^data.py: [^\n]*{arguments[1][:5]}[^\n]*$"):
         run_tool(monkeypatch, "--data", tmp_path / "a.txt", "--out", tmp_path / "out", *arguments)
+
+
+# ---- A tokenizer that is not read here ---------------------------------------------------------
+
+
+def test_a_tokenizer_json_names_shards_and_is_refused_for_text(tmp_path, monkeypatch):
+    """README's ten lines make the shards, with a tokenizer of the package tokenizers."""
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("b a\n")
+    words = tokenizers.models.WordLevel({"<|endoftext|>": 0, "a": 1, "b": 2}, unk_token="a")
+    bpe = tokenizers.Tokenizer(words)
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    bpe.save("tokenizer.json")
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    lines = readme[readme.index("    import data, numpy, tokenizers") :].split("\n## ")[0]
+    namespace = {}
+    exec(textwrap.dedent(lines), namespace)
+    cache = {"data_cache": tmp_path / "cache", "is_builder": True}
+    tokens = data.open_tokens("tokens", "tokenizer.json", **cache)
+    assert tokens.read(0, tokens.n_tokens).tolist() == [0, 2, 1, 0]
+    assert tokens.vocab_size == 3
+    with pytest.raises(ValueError, match="--tokenizer bytes .bytes. did not make --data tokens"):
+        data.open_tokens("tokens", "bytes", **cache)
+    with pytest.raises(ValueError, match="tokenizer.json, which Qwen3 has, is not read here; make"):
+        data.open_tokens("text", "tokenizer.json", **cache)
+    with pytest.raises(ValueError, match="--tokenizer elsewhere.json is no file"):
+        data.open_tokens("tokens", "elsewhere.json", **cache)

@@ -1,6 +1,6 @@
 """checkpoint.py §5 to §7: Hugging Face folders in and out on any mesh, the tool, float8 weights.
 
-Right values: weights drawn here, every tensor another one; a Llama written out below under Hugging
+Right values: weights drawn here, every tensor another one; a model written out below under Hugging
 Face's names; published config.json files; and transformers itself, where it is installed. Files are
 written and read by the safetensors package. Copies are compared bit for bit.
 """
@@ -31,6 +31,8 @@ CONFIG = ModelConfig(
     24, 3, 4, 2, 6, vocab_size=261, rope_theta=100.0, rope_factor=4.0, rope_original_seq_len=16
 )
 TIED = dataclasses.replace(CONFIG, n_layers=2, tied_embeddings=True)
+QWEN = dataclasses.replace(CONFIG, rope_factor=1.0, head_dim=8, qk_norm=True)
+TIED_QWEN = dataclasses.replace(QWEN, n_layers=2, tied_embeddings=True)
 TOKENS = torch.arange(2 * SEQ_LEN).reshape(2, SEQ_LEN) * 37 % 261
 
 
@@ -39,7 +41,7 @@ TOKENS = torch.arange(2 * SEQ_LEN).reshape(2, SEQ_LEN) * 37 % 261
 
 def llama_shapes(config):
     """{Hugging Face's name: shape}, written out."""
-    D, heads = config.dim, config.dim // config.n_heads
+    D, heads = config.dim, config.head_dim
     shapes = {"model.embed_tokens.weight": (config.vocab_size, D), "model.norm.weight": (D,)}
     for i in range(config.n_layers):
         shapes |= {
@@ -53,6 +55,9 @@ def llama_shapes(config):
             f"model.layers.{i}.input_layernorm.weight": (D,),
             f"model.layers.{i}.post_attention_layernorm.weight": (D,),
         }
+        if config.qk_norm:
+            norms = (f"model.layers.{i}.self_attn.{name}_norm.weight" for name in "qk")
+            shapes |= dict.fromkeys(norms, (heads,))
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, D)
     return shapes
@@ -74,7 +79,7 @@ def plain_llama(w, config, tokens):
     def norm(x, name):
         return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * w[name]
 
-    head_dim = config.dim // config.n_heads
+    head_dim = config.head_dim
     frequencies = []
     for j in range(head_dim // 2):
         frequency = config.rope_theta ** (-2 * j / head_dim)
@@ -99,8 +104,12 @@ def plain_llama(w, config, tokens):
     for i in range(config.n_layers):
         at = f"model.layers.{i}."
         h = norm(x, at + "input_layernorm.weight")
-        q = rotate(heads_of(h, at + "self_attn.q_proj.weight"))
-        k = rotate(heads_of(h, at + "self_attn.k_proj.weight"))
+        q = heads_of(h, at + "self_attn.q_proj.weight")
+        k = heads_of(h, at + "self_attn.k_proj.weight")
+        if config.qk_norm:
+            q = norm(q, at + "self_attn.q_norm.weight")
+            k = norm(k, at + "self_attn.k_norm.weight")
+        q, k = rotate(q), rotate(k)
         v = heads_of(h, at + "self_attn.v_proj.weight")
         groups = config.n_heads // config.n_kv_heads
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -116,7 +125,27 @@ def plain_llama(w, config, tokens):
 
 
 def config_json(config):
-    """As transformers 4 wrote it for Llama 3.1."""
+    """As transformers 4 wrote it for Llama 3.1 or Qwen3."""
+    if config.qk_norm:
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "attention_bias": False,
+            "head_dim": config.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": config.dim,
+            "intermediate_size": config.ffn_dim,
+            "model_type": "qwen3",
+            "num_attention_heads": config.n_heads,
+            "num_hidden_layers": config.n_layers,
+            "num_key_value_heads": config.n_kv_heads,
+            "rms_norm_eps": config.norm_eps,
+            "rope_scaling": None,
+            "rope_theta": config.rope_theta,
+            "sliding_window": None,
+            "tie_word_embeddings": config.tied_embeddings,
+            "use_sliding_window": False,
+            "vocab_size": config.vocab_size,
+        }
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -255,13 +284,18 @@ def load_and_compare(folder, config, mesh_name):
     return set(loaded), logits_of(parts, mesh)
 
 
-@pytest.mark.parametrize("mesh_name", ["one process", "dp2", "dp3", "dp2 x tp2", "pp2"])
-def test_every_mesh_computes_the_logits_of_a_plain_llama(tmp_path, mesh_name):
-    write_folder(tmp_path / "hf", CONFIG, random_llama(CONFIG))
-    args = tmp_path / "hf", CONFIG, mesh_name
+@pytest.mark.parametrize(
+    "mesh_name, config",
+    [(name, CONFIG) for name in ("one process", "dp2", "dp3", "dp2 x tp2", "pp2")]
+    + [("dp2 x tp2", QWEN)],
+    ids=lambda value: value if isinstance(value, str) else checkpoint.family_of(vars(value)),
+)
+def test_every_mesh_computes_the_logits_of_the_plain_model(tmp_path, mesh_name, config):
+    write_folder(tmp_path / "hf", config, random_llama(config))
+    args = tmp_path / "hf", config, mesh_name
     results = run_ranks(n_ranks(mesh_name), load_and_compare, *args)
-    assert set().union(*(names for names, _ in results)) == set(shapes_of(CONFIG))
-    expected = plain_llama(random_llama(CONFIG), CONFIG, TOKENS)
+    assert set().union(*(names for names, _ in results)) == set(shapes_of(config))
+    expected = plain_llama(random_llama(config), config, TOKENS)
     for _, logits in results:
         # float32 rounding: both sum a few dozen products in other orders, logits are of order 10
         assert logits is None or torch.allclose(logits, expected, rtol=1e-5, atol=1e-4)
@@ -341,6 +375,16 @@ LLAMA_3_2_1B = LLAMA_3_1_8B | {
 }  # fmt: skip
 
 
+# and by Qwen with Qwen3 0.6B
+QWEN_3_0_6B = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072, "model_type": "qwen3",
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+    "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+
+
 def accepts(folder, published, config):
     pytest.importorskip("safetensors")
     text = json.dumps({key: v for key, v in published.items() if v is not None})
@@ -348,13 +392,35 @@ def accepts(folder, published, config):
     return checkpoint.check_init_from(folder, dataclasses.asdict(config)) == folder
 
 
-@pytest.mark.parametrize("name, published", [("8b", LLAMA_3_1_8B), ("1b", LLAMA_3_2_1B)])
+@pytest.mark.parametrize(
+    "name, published",
+    [("8b", LLAMA_3_1_8B), ("1b", LLAMA_3_2_1B), ("qwen3-0.6b", QWEN_3_0_6B)],
+)
 def test_published_configs_are_those_of_model_py_both_ways(tmp_path, name, published):
     assert accepts(tmp_path, published, MODELS[name])
     written = checkpoint.config_to_huggingface(dataclasses.asdict(MODELS[name]))
     assert {key: written[key] for key in written if key in published} == {
         key: value for key, value in published.items() if key != "architectures"
     }
+
+
+def test_what_a_family_does_not_compute_is_refused(tmp_path):
+    for changes, told in (
+        ({"model_type": "llama"}, "model_type is llama there and qwen3 here"),
+        ({"use_sliding_window": True}, "use_sliding_window is True there and False here"),
+        ({"head_dim": 64}, "head_dim is 64 there and 128 here"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            accepts(tmp_path, QWEN_3_0_6B | changes, MODELS["qwen3-0.6b"])
+
+
+def test_a_run_older_than_a_field_is_read_as_having_none_of_it(tmp_path, tied_run):
+    shutil.copytree(tied_run[0], tmp_path / "run")
+    path = tmp_path / "run/checkpoints/step-00000003/train.json"
+    facts = json.loads(path.read_text())
+    del facts["model"]["qk_norm"], facts["model"]["head_dim"]
+    path.write_text(json.dumps(facts))
+    checkpoint.check_init_from(tmp_path / "run", dataclasses.asdict(TIED))
 
 
 def test_older_and_newer_spellings_of_rope_are_read(tmp_path):
@@ -513,11 +579,13 @@ def load_whole(paths, config, mesh_name):
     return loaded
 
 
-@pytest.mark.parametrize("mesh_name", ["dp2 x tp2", "pp2"])
-def test_native_to_hugging_face_to_native_is_bit_equal(tmp_path, monkeypatch, mesh_name):
+@pytest.mark.parametrize(
+    "mesh_name, config", [("dp2 x tp2", CONFIG), ("pp2", CONFIG), ("dp2 x tp2", QWEN)]
+)
+def test_native_to_hugging_face_to_native_is_bit_equal(tmp_path, monkeypatch, mesh_name, config):
     monkeypatch.setattr(checkpoint, "SAFETENSORS_BYTES", 4000)
-    write_folder(tmp_path / "in", CONFIG, random_llama(CONFIG))
-    args = tmp_path / "in", tmp_path / "run/checkpoints", CONFIG, mesh_name
+    write_folder(tmp_path / "in", config, random_llama(config))
+    args = tmp_path / "in", tmp_path / "run/checkpoints", config, mesh_name
     results = run_ranks(n_ranks(mesh_name), from_folder_to_run, *args)
     ours = {name: weight for _, weights, _ in results for name, weight in weights.items()}
     out = export(tmp_path / "run", tmp_path / "out")
@@ -527,12 +595,12 @@ def test_native_to_hugging_face_to_native_is_bit_equal(tmp_path, monkeypatch, me
         assert size - header < 4000 + 4 * 261 * 24
         assert path.stat().st_mode & 0o044 == 0o044  # for others to read
     assert len(list(out.glob("*.safetensors"))) > 5
-    assert {key: tensor.shape for key, tensor in tensors.items()} == llama_shapes(CONFIG)
+    assert {key: tensor.shape for key, tensor in tensors.items()} == llama_shapes(config)
     for name, weight in ours.items():
         assert torch.equal(tensors[checkpoint.huggingface_name(name)], weight), name
     logits = next(logits for _, _, logits in results if logits is not None)
-    assert torch.allclose(plain_llama(tensors, CONFIG, TOKENS), logits, rtol=1e-5, atol=1e-4)
-    (back,) = run_ranks(1, load_whole, [out], CONFIG, "one process")[0]
+    assert torch.allclose(plain_llama(tensors, config, TOKENS), logits, rtol=1e-5, atol=1e-4)
+    (back,) = run_ranks(1, load_whole, [out], config, "one process")[0]
     assert back.keys() == ours.keys()
     assert all(torch.equal(back[name], ours[name]) for name in ours)
 
@@ -745,12 +813,14 @@ def test_a_float8_gather_run_and_a_plain_one_read_each_other_without_torchao(tmp
 
 @pytest.mark.parametrize(
     "config, mesh_name",
-    [(CONFIG, "one process"), (TIED, "one process"), (CONFIG, "tp2"), (CONFIG, "pp2")],
+    [(CONFIG, "one process"), (TIED, "one process"), (CONFIG, "tp2"), (CONFIG, "pp2")]
+    + [(QWEN, "tp2"), (TIED_QWEN, "one process")],
 )
 def test_transformers_agrees_before_and_after_training(tmp_path, config, mesh_name):
     transformers = pytest.importorskip("transformers")
-    settings = transformers.LlamaConfig(**config_json(config), max_position_embeddings=64)
-    theirs, weights = transformers.LlamaForCausalLM(settings), random_llama(config)
+    build_theirs = transformers.AutoModelForCausalLM.from_config
+    settings = transformers.AutoConfig.for_model(**config_json(config), max_position_embeddings=64)
+    theirs, weights = build_theirs(settings), random_llama(config)
     assert weights.keys() <= theirs.state_dict().keys()
     theirs.load_state_dict(weights, strict=not config.tied_embeddings)
     theirs.save_pretrained(tmp_path / "in", max_shard_size="5KB")
@@ -758,7 +828,8 @@ def test_transformers_agrees_before_and_after_training(tmp_path, config, mesh_na
     results = run_ranks(n_ranks(mesh_name), from_folder_to_run, *args)
     ours, _, moved = results[-1]  # a rank of the last stage
     out = export(tmp_path / "run", tmp_path / "out")
-    again = transformers.LlamaForCausalLM.from_pretrained(out)
+    again = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert type(again) is type(theirs)
     assert again.dtype == torch.float32
     with torch.no_grad():
         # as above; they also compute frequencies in float32, angles up to 16 are off by 1e-6

@@ -1,4 +1,4 @@
-"""model.py against a straight-line Llama written here, and against the published figures."""
+"""model.py against a straight-line transformer written here, and against published figures."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import torch
 import model
 from model import MODELS, ModelConfig, Transformer
 
-SMALL = ModelConfig(dim=24, n_layers=3, n_heads=6, n_kv_heads=2, ffn_dim=40, vocab_size=51)
+SMALL = ModelConfig(24, 3, 6, 2, 40, **model.LLAMA_3 | {"vocab_size": 51})
 
 
 def build_small(config=SMALL, *, seq_len=16, seed=3):
@@ -25,7 +25,7 @@ def build_small(config=SMALL, *, seq_len=16, seed=3):
 
 
 def reference_logits(weights, tokens, config):
-    """Llama for one sequence, in loops over positions and heads, rotating complex numbers."""
+    """For one sequence, in loops over positions and heads, rotating complex numbers."""
 
     def norm(x, weight):
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
@@ -39,7 +39,7 @@ def reference_logits(weights, tokens, config):
         return torch.cat([turned.real, turned.imag])
 
     x = torch.stack([weights["tok_embeddings.weight"][token] for token in tokens])
-    T, Dh = len(tokens), config.dim // config.n_heads
+    T, Dh = len(tokens), config.head_dim
     for i in range(config.n_layers):
         w = {k.removeprefix(f"layers.{i}."): v for k, v in weights.items()}
         h = norm(x, w["attention_norm.weight"])
@@ -48,8 +48,12 @@ def reference_logits(weights, tokens, config):
         for head in range(config.n_heads):
             group = head * config.n_kv_heads // config.n_heads
             mine, shared = (slice(n * Dh, (n + 1) * Dh) for n in (head, group))
-            queries = torch.stack([rotate(q[t, mine], t) for t in range(T)])
-            keys = torch.stack([rotate(k[t, shared], t) for t in range(T)])
+            queries, keys = q[:, mine], k[:, shared]
+            if config.qk_norm:
+                queries = norm(queries, w["attention.q_norm.weight"])
+                keys = norm(keys, w["attention.k_norm.weight"])
+            queries = torch.stack([rotate(queries[t], t) for t in range(T)])
+            keys = torch.stack([rotate(keys[t], t) for t in range(T)])
             rows = []
             for t in range(T):
                 scores = (keys[: t + 1] @ queries[t]) / math.sqrt(Dh)
@@ -63,9 +67,13 @@ def reference_logits(weights, tokens, config):
     return norm(x, weights["norm.weight"]) @ weights["output.weight"].T
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_model_is_the_straight_line_llama(tied):
-    config = dataclasses.replace(SMALL, tied_embeddings=tied)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tied_embeddings": True}, {"qk_norm": True, "head_dim": 10, "rope_factor": 1.0}],
+    ids=["Llama", "tied", "Qwen3"],
+)
+def test_the_model_is_the_straight_line_one(changes):
+    config = dataclasses.replace(SMALL, **changes)
     transformer = build_small(config)
     tokens = torch.randint(config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
     weights = dict(transformer.named_parameters(remove_duplicate=False))
@@ -79,13 +87,16 @@ def test_the_model_is_the_straight_line_llama(tied):
 
 @pytest.mark.parametrize(
     "name, parameters, flops_at_8192",
-    [  # Llama 3.1 and 3.2 model cards; FLOPs: 6 (N - N_emb) + 12 L H Dh T by hand
+    [  # model cards of Llama 3.1, 3.2 and Qwen3; FLOPs: 6 (N - N_emb) + 12 L H Dh T by hand
         ("debug", 6_163_712, None),
         ("1b", 1_235_814_400, 10_636_111_872),
         ("3b", 3_212_749_824, 27_732_215_808),
         ("8b", 8_030_261_248, 57_914_449_920),
         ("70b", 70_553_706_496, 481_442_709_504),
         ("405b", 405_853_388_800, 2_625_449_459_712),
+        ("qwen3-0.6b", 596_049_920, None),
+        ("qwen3-1.7b", 1_720_574_976, None),
+        ("qwen3-8b", 8_190_735_360, None),
     ],
 )
 def test_parameters_and_flops_are_the_published_ones(name, parameters, flops_at_8192):
@@ -160,6 +171,23 @@ def test_rotation_is_exact_to_float32_far_into_a_long_context(position):
     assert rotated.dtype == torch.bfloat16
     # half of bf16's last place, 2^-8, and float32's own error where two products nearly cancel
     assert ((rotated.double() - right).abs() <= right.abs() * 2**-8 + 1e-6).all()
+
+
+def test_the_width_of_a_head_follows_from_dim_unless_it_is_set():
+    widths = {
+        ("debug", "dim=64"): 4, ("debug", "n_layers=2"): 16, ("debug", "head_dim=6 dim=64"): 6,
+        ("qwen3-0.6b", "dim=64"): 128, ("qwen3-8b", "dim=64 n_heads=8"): 8,
+    }  # fmt: skip
+    for (name, settings), width in widths.items():
+        config = model.override_config(MODELS[name], settings.split())
+        assert config.head_dim == width, (name, settings)
+        model.check_config(config)
+    for settings, told in (
+        ("head_dim=7", "head_dim=7 must be even"), ("head_dim=-2", "head_dim=-2 must be even"),
+        ("dim=250", "dim=250 conflicts with n_heads 16: dim must be a multiple of 2 x n_heads"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=told):
+            model.check_config(model.override_config(MODELS["debug"], settings.split()))
 
 
 def test_a_token_sees_no_later_token():

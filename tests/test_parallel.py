@@ -62,10 +62,11 @@ COMPILED = {
 }
 FLOAT32 = {f"{name}, float32": MESHES[name] for name in ("dp2", "tp2", "cp2")}
 SWITCHES = {  # every boolean field of the model: {its name: the other value than the default}
-    field.name: not field.default
+    field.name: str(not field.default).lower()
     for field in dataclasses.fields(llama.ModelConfig)
     if field.type is bool
 }
+SWITCHES["qk_norm"] += " head_dim=6"  # 8 heads of 6, of a dim of 32
 LAUNCHES = [  # (dtype, flags that the one process has as well, cases of one world size)
     (dtype, common, {name: case for name, case in cases.items() if case[0] == world_size})
     for dtype, common, cases in (
@@ -74,7 +75,7 @@ LAUNCHES = [  # (dtype, flags that the one process has as well, cases of one wor
         *(
             (
                 "fp64",
-                f"--set {name}={str(value).lower()}",
+                f"--set {name}={value}",
                 {f"{mesh}, {name}": MESHES[mesh] for mesh in ("dp2", "tp2", "cp2")},
             )
             for name, value in SWITCHES.items()

@@ -46,7 +46,7 @@ def plain_losses(folder, steps, seed):
     tokens = data.open_tokens(
         str(folder / "text"), "bytes", data_cache=folder / ".cache", is_builder=True
     )
-    config = model.ModelConfig(32, 2, 4, 2, 48, vocab_size=300)
+    config = model.ModelConfig(32, 2, 4, 2, 48, **model.LLAMA_3 | {"vocab_size": 300})
     transformer = model.Transformer(config, seq_len=32)
     with torch.no_grad():
         for name, p in transformer.named_parameters():
@@ -288,7 +288,7 @@ def test_init_from_takes_weights_alone_and_begins_at_step_and_window_zero(folder
     rows = metrics_of(folder, "seeded")
     assert [(row["step"], row["tokens"]) for row in rows] == [(1, 8 * 32), (2, 16 * 32)]
     assert [row["lr"] for row in rows] == [0.05, 0.1], "the warmup, cut to 2 steps, from its start"
-    config = model.ModelConfig(32, 2, 4, 2, 48, vocab_size=300)
+    config = model.ModelConfig(32, 2, 4, 2, 48, **model.LLAMA_3 | {"vocab_size": 300})
     transformer = model.Transformer(config, seq_len=32)
     stored = flatten(final_weights(folder, "seed", 3))
     stored = {key.removeprefix(".").removeprefix("model."): t for key, t in stored.items()}
