@@ -701,7 +701,9 @@ FAMILIES = {
     ),
 }
 # of runs that are older than these fields
-OLDER = {"qk_norm": False}
+OLDER = {"qk_norm": False, "n_experts": 0, "top_k": 0, "expert_dim": 0, "n_shared_experts": 0}
+OLDER |= {"n_dense_layers": 0, "router_score": "softmax", "normalise_top_k": False}
+OLDER |= {"routed_scale": 1.0}
 
 
 def read_model(path) -> dict:

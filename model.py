@@ -6,12 +6,14 @@
             x = x + feed_forward(ffn_norm(x))             SwiGLU: w2(silu(w1 x) * w3 x)
 
 Qwen3 adds a norm over each head of q and of k, before RoPE (q_norm, k_norm), and its heads need not
-make up dim together.
+make up dim together. In a Mixture of Experts (§4) blocks have `moe` in place of feed_forward: E
+small feed_forwards, of which a router picks k for each token.
 
 Letters in shape comments, here and in the other files:
 
     B batch    T sequence    D dim    H query heads    K kv heads    Dh head_dim
     F ffn      V vocabulary  L layers N parameters
+    E experts  k of them for a token   Fe ffn of an expert
 
 What the other files rely on, and a fork must keep:
 
@@ -23,6 +25,9 @@ What the other files rely on, and a fork must keep:
     * attention infers its number of heads from the width of wq's and wk's output, so that tensor
       parallelism may hand it a share of them;
     * `attention.core` is the part between RoPE and wo; context parallelism replaces it;
+    * a block has either `feed_forward` or `moe`, and None for the other; `moe.experts` is the part
+      between sorting the rows by expert and weighting them, with `compute` for its arithmetic;
+      expert parallelism replaces its forward;
     * `draw_weight(name, ...)` is the only source of initial weights: they depend on the seed and
       the parameter's name, never on how many ranks there are.
 
@@ -30,11 +35,12 @@ RoPE uses the half-split layout of Hugging Face: element j of a head is rotated 
 j + Dh/2. TorchTitan pairs neighbours (2j, 2j + 1); the two are the same model with wq and
 wk permuted, and with this one Hugging Face weights need no permutation.
 
-Left out: dropout and biases (neither family has any), KV caching (this trains), document masks.
+Left out: dropout and biases of linears (neither family has any), KV caching (this trains), document
+masks; of experts capacity and dropped tokens, auxiliary and z losses.
 
 Sources: Llama 3 (arXiv 2407.21783) §3.2 and table 3; Qwen3 (arXiv 2505.09388) §2; RoPE (arXiv
 2104.09864); GQA (arXiv 2305.13245); SwiGLU (arXiv 2002.05202); TorchTitan (arXiv 2410.06511) §2.1.1
-and Appendix A.
+and Appendix A; experts: DeepSeek-V3 (arXiv 2412.19437) §2.1.2, Mixtral (arXiv 2401.04088).
 """
 
 import dataclasses
@@ -65,6 +71,15 @@ class ModelConfig:
     rope_original_seq_len: int = 8192  # context length before the stretch
     tied_embeddings: bool = False  # output.weight is tok_embeddings.weight
     qk_norm: bool = False  # a norm over each head's q and k, before RoPE
+    # experts, from layer n_dense_layers on; the layers before it have a feed_forward
+    n_experts: int = 0  # E; 0: none
+    top_k: int = 0  # k
+    expert_dim: int = 0  # Fe
+    n_shared_experts: int = 0  # that every token passes through as well, side by side
+    n_dense_layers: int = 0
+    router_score: str = "softmax"  # or sigmoid: of the router's logits
+    normalise_top_k: bool = False  # the weights of a token's k experts add up to 1
+    routed_scale: float = 1.0  # times this
 
     def __post_init__(self):
         if not self.head_dim and self.n_heads > 0 and self.dim % (2 * self.n_heads) == 0:
@@ -89,7 +104,16 @@ MODELS = {
     "qwen3-0.6b": ModelConfig(1024, 28, 16, 8, 3072, tied_embeddings=True, **QWEN_3),
     "qwen3-1.7b": ModelConfig(2048, 28, 16, 8, 6144, tied_embeddings=True, **QWEN_3),
     "qwen3-8b": ModelConfig(4096, 36, 32, 8, 12288, **QWEN_3),
-}
+    # with experts; ffn_dim of the second is what its dense layers would have, if it had any
+    "debug-moe": ModelConfig(
+        256, 6, 16, 16, 768, **LLAMA_3 | {"vocab_size": 2048}, n_experts=8, top_k=2, expert_dim=256,
+        n_shared_experts=1, n_dense_layers=1, router_score="sigmoid", normalise_top_k=True,
+    ),
+    "qwen3-30b-a3b": ModelConfig(
+        2048, 48, 32, 4, 6144, **QWEN_3, n_experts=128, top_k=8, expert_dim=768,
+        normalise_top_k=True,
+    ),
+}  # fmt: skip
 
 
 def override_config(config, settings):
@@ -114,12 +138,40 @@ def override_config(config, settings):
     return dataclasses.replace(config, **changes)
 
 
+def check_experts(config):
+    """Raise ValueError if the fields of experts make none."""
+    if not config.n_experts:
+        for name in ("top_k", "expert_dim", "n_shared_experts", "n_dense_layers"):
+            if value := getattr(config, name):
+                raise ValueError(
+                    f"--set {name}={value} conflicts with n_experts 0: only experts need it; set "
+                    "n_experts=8 as well, or take --model debug-moe"
+                )
+    most = {"top_k": config.n_experts, "n_dense_layers": config.n_layers}
+    for name, least in (
+        ("n_experts", 0), ("top_k", min(config.n_experts, 1)),
+        ("expert_dim", min(config.n_experts, 1)), ("n_shared_experts", 0), ("n_dense_layers", 0),
+    ):  # fmt: skip
+        if not least <= (value := getattr(config, name)) <= most.get(name, math.inf):
+            above = f" and at most {most[name]}" if name in most else ""
+            raise ValueError(
+                f"--set {name}={value} conflicts with n_experts {config.n_experts} and n_layers "
+                f"{config.n_layers}: it must be at least {least}{above}: try {name}={least}"
+            )
+    if config.router_score not in ("softmax", "sigmoid"):
+        raise ValueError(
+            f"--set router_score={config.router_score} must be softmax or sigmoid: try "
+            "router_score=softmax"
+        )
+
+
 def check_config(config):
     """Raise ValueError if the fields make no model."""
     for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
         if (value := getattr(config, name)) < 1:
             raise ValueError(f"--set {name}={value} must be at least 1: try {name}=1")
-    for name in ("norm_eps", "rope_theta", "rope_factor", "rope_original_seq_len"):
+    names = "norm_eps", "rope_theta", "rope_factor", "rope_original_seq_len", "routed_scale"
+    for name in names:
         value = getattr(config, name)
         if not 0 < value < math.inf:  # NaN is neither
             raise ValueError(
@@ -137,30 +189,42 @@ def check_config(config):
                 f"--set {whole}={value} conflicts with {part} {unit // factor}: {whole} must be a "
                 f"multiple of {factor} x {part} = {unit}: try {whole}={-(-value // unit) * unit}"
             )
+    check_experts(config)
 
 
-def block_parameters(config):
-    """Number of parameters of one block: attention, feed_forward and their norms."""
+def has_experts(config, number):
+    """Whether the block with this number in the whole model has experts."""
+    return config.n_experts > 0 and number >= config.n_dense_layers
+
+
+def block_parameters(config, number, *, active=False):
+    """Parameters of the block with this number; `active`, only those that one token meets."""
     attention = 2 * config.dim * config.head_dim * (config.n_heads + config.n_kv_heads)
-    attention += 2 * config.head_dim * config.qk_norm
-    return attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
+    norms = 2 * config.dim + 2 * config.head_dim * config.qk_norm
+    if not has_experts(config, number):
+        return attention + norms + 3 * config.dim * config.ffn_dim
+    n_experts = (config.top_k if active else config.n_experts) + config.n_shared_experts
+    router = config.n_experts * config.dim
+    return attention + norms + router + n_experts * 3 * config.dim * config.expert_dim
 
 
-def count_parameters(config):
-    """Number of parameters N; tied embeddings count once."""
+def count_parameters(config, *, active=False):
+    """Number of parameters N; tied embeddings count once. `active`, those that one token meets."""
     embeddings = config.vocab_size * config.dim * (1 if config.tied_embeddings else 2)
-    return config.n_layers * block_parameters(config) + embeddings + config.dim
+    blocks = (block_parameters(config, i, active=active) for i in range(config.n_layers))
+    return sum(blocks) + embeddings + config.dim
 
 
-def block_flops(config, seq_len):
+def block_flops(config, seq_len, number):
     """Model FLOPs of one token's forward and backward through one block: 6 N_block + 6 H (2 Dh) T.
 
     A multiply-add is 2 FLOPs and the backward pass costs twice the forward, hence 6 for each
-    parameter. Attention is counted in full, without a discount for causality, and recomputation is
-    not counted, as MFU is defined in PaLM (arXiv 2204.02311, Appendix B).
+    parameter that the token meets: k of E experts. Attention is counted in full, without a discount
+    for causality, and recomputation is not counted, as MFU is defined in PaLM (arXiv 2204.02311,
+    Appendix B).
     """
     attention = 6 * config.n_heads * 2 * config.head_dim * seq_len
-    return 6 * block_parameters(config) + attention
+    return 6 * block_parameters(config, number, active=True) + attention
 
 
 def head_flops(config):
@@ -170,7 +234,8 @@ def head_flops(config):
 
 def flops_per_token(config, seq_len):
     """Model FLOPs of one token's forward and backward through the whole model."""
-    return config.n_layers * block_flops(config, seq_len) + head_flops(config)
+    blocks = (block_flops(config, seq_len, number) for number in range(config.n_layers))
+    return sum(blocks) + head_flops(config)
 
 
 # Dense bf16 peak of one device, TFLOPs, by a part of its name; the first match counts
@@ -223,7 +288,7 @@ def apply_rope(x, rope):
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).type_as(x)
 
 
-# ---- 3. The transformer ------------------------------------------------------------------------
+# ---- 3. Attention and feed-forward -------------------------------------------------------------
 
 
 class CausalAttention(nn.Module):
@@ -259,27 +324,142 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config):
+    def __init__(self, dim, ffn_dim):
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))  # (B, T, D) -> (B, T, F) -> (B, T, D)
 
 
-class TransformerBlock(nn.Module):
+# ---- 4. Experts --------------------------------------------------------------------------------
+#
+# One token needs k of E feed_forwards, so a model can have many more parameters than it multiplies
+# with. Three tokens a b c with k 2 and E 3; each of the 6 rows is a token on its way to one expert:
+#
+#     chosen            a: 2 0     b: 2 1     c: 0 2
+#     rows              a2 a0 b2 b1 c0 c2             a token k times
+#     sorted by expert  a0 c0 | b1 | a2 b2 c2         counts 2 1 3: one matmul for each expert
+#     back in order     a2 a0 b2 b1 c0 c2             weighted, and summed over each token's k rows
+#
+# The router is trained through the weights alone. Left alone it falls for a few experts, so a bias
+# for each expert takes part in the choice, but not in the weights; after each step it goes up for
+# experts with few tokens and down for others (parallel.py:balance). No loss is added, no token is
+# dropped, and the choice does not depend on how a batch is cut over ranks.
+
+
+class Router(nn.Module):
+    """How well an expert suits a token: (B, T, D) -> scores (B, T, E), in at least float32."""
+
     def __init__(self, config):
         super().__init__()
+        # no nn.Linear, so that nothing quantises it: small errors here change which experts run
+        self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
+        self.is_softmax = config.router_score == "softmax"
+
+    def forward(self, x):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # a matmul for each sequence: under tp T is split, and cannot be merged with B
+        weight = self.weight.to(wide).T.expand(len(x), -1, -1)  # (B, D, E)
+        logits = torch.bmm(x.to(wide), weight)
+        return logits.softmax(-1) if self.is_softmax else logits.sigmoid()
+
+
+def grouped_linear(rows, weight, counts):
+    """Rows sorted by expert (R, in), each times its expert's (out, in) of (E, out, in) -> (R, out).
+
+    `counts` are the rows of each expert, int64 (E,) on the device; they add up to R.
+    """
+    if rows.dtype == torch.float64:  # which grouped_mm lacks; this waits for the host
+        parts = rows.split(counts.tolist())
+        return torch.cat([part @ w.T for part, w in zip(parts, weight, strict=True)])
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
+
+
+class Experts(nn.Module):
+    """E feed_forwards in three tensors; rows (R, D) sorted by expert, counts (E,) -> (R, D)."""
+
+    def __init__(self, config):
+        super().__init__()
+        n, dim, expert_dim = config.n_experts, config.dim, config.expert_dim
+        self.w1 = nn.Parameter(torch.empty(n, expert_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(n, dim, expert_dim))
+        self.w3 = nn.Parameter(torch.empty(n, expert_dim, dim))
+
+    def forward(self, rows, counts):
+        return self.compute(rows, counts, self.w1, self.w2, self.w3)
+
+    @staticmethod
+    def compute(rows, counts, w1, w2, w3):
+        """SwiGLU with the given weights, of all experts or of some."""
+        hidden = F.silu(grouped_linear(rows, w1, counts)) * grouped_linear(rows, w3, counts)
+        return grouped_linear(hidden, w2, counts)
+
+
+class MixtureOfExperts(nn.Module):
+    """k of E experts for each token, and the shared ones: (B, T, D) -> (B, T, D).
+
+    Buffers: bias (E,) float32, added to the scores for the choice; saved, but no parameter.
+             counts, the rows of each expert in the forward pass just done: overwritten, so that a
+             recomputation does no harm; load, their sum since the last update.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.router = Router(config)
+        self.experts = Experts(config)
+        self.shared_expert = None
+        if config.n_shared_experts:  # side by side they are one feed_forward
+            width = config.n_shared_experts * config.expert_dim
+            self.shared_expert = FeedForward(config.dim, width)
+        self.register_buffer("bias", torch.zeros(config.n_experts, dtype=torch.float32))
+        for name in ("counts", "load"):
+            zeros = torch.zeros(config.n_experts, dtype=torch.int64)
+            self.register_buffer(name, zeros, persistent=False)
+
+    def forward(self, x):
+        k, n_experts = self.config.top_k, self.config.n_experts
+        scores = self.router(x).flatten(0, 1)  # (B T, E)
+        chosen = (scores + self.bias).topk(k, dim=-1).indices  # (B T, k)
+        weights = scores.gather(1, chosen)
+        if self.config.normalise_top_k:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights * self.config.routed_scale
+
+        experts = chosen.flatten()  # of each row, (B T k,)
+        counts = torch.zeros(n_experts, dtype=torch.int64, device=x.device)
+        counts = counts.scatter_add(0, experts, torch.ones_like(experts))
+        self.counts.copy_(counts)
+        order = experts.argsort(stable=True)
+        rows = x.flatten(0, 1)[:, None].expand(-1, k, -1).flatten(0, 1)  # (B T k, D)
+        rows = self.experts(rows[order], counts)
+        # back in order, by a copy and a sum over k: no two rows are added where they happen to meet
+        rows = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, (-1, k))
+        y = (rows * weights.unsqueeze(-1)).sum(1).type_as(x).view_as(x)
+        return y if self.shared_expert is None else y + self.shared_expert(x)
+
+
+# ---- 5. The transformer ------------------------------------------------------------------------
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, config, number):
+        super().__init__()
         self.attention = Attention(config)
-        self.feed_forward = FeedForward(config)
+        is_moe = has_experts(config, number)
+        self.feed_forward = None if is_moe else FeedForward(config.dim, config.ffn_dim)
+        self.moe = MixtureOfExperts(config) if is_moe else None
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
     def forward(self, x, rope):
         x = x + self.attention(self.attention_norm(x), rope)
-        return x + self.feed_forward(self.ffn_norm(x))
+        feed_forward = self.feed_forward if self.moe is None else self.moe
+        return x + feed_forward(self.ffn_norm(x))
 
 
 class Transformer(nn.Module):
@@ -299,7 +479,7 @@ class Transformer(nn.Module):
         self.seq_len = seq_len
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict(
-            {str(i): TransformerBlock(config) for i in range(config.n_layers)}
+            {str(i): TransformerBlock(config, i) for i in range(config.n_layers)}
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -313,6 +493,8 @@ class Transformer(nn.Module):
             x = self.tok_embeddings(x)  # (B, T) -> (B, T, D)
         for block in self.layers.values():
             x = block(x, self.rope)
+            if block.moe is not None and torch.is_grad_enabled():  # an evaluation counts nothing
+                block.moe.load += block.moe.counts
         if self.norm is not None:
             x = self.norm(x)
         if self.output is not None and not self.stops_at_norm:
@@ -340,14 +522,15 @@ def linear_names(config):
     return [name for name, module in whole.named_modules() if isinstance(module, nn.Linear)]
 
 
-# ---- 4. Initial weights ------------------------------------------------------------------------
+# ---- 6. Initial weights ------------------------------------------------------------------------
 
 
 def weight_std(name, config):
     """Standard deviation a parameter is drawn with, by its name (std of norms: None, they are 1).
 
     The two linears that add to the residual stream, and w3, shrink with depth: 0.02 / sqrt(2 (i+1))
-    in the block with global number i.
+    in the block with global number i. An expert's weight is named with its number at the end:
+    layers.3.moe.experts.w1.5.
     """
     parts = name.split(".")
     module = parts[-2]
@@ -357,7 +540,7 @@ def weight_std(name, config):
         return 0.02 if config.tied_embeddings else 1.0  # tied: it is the head's weight as well
     if module == "output":
         return config.dim**-0.5
-    if module in ("wq", "wk", "wv", "w1"):
+    if module in ("wq", "wk", "wv", "w1", "router"):
         return 0.02
     assert module in ("wo", "w2", "w3"), f"no initial distribution is known for {name}"
     return 0.02 / math.sqrt(2 * (int(parts[1]) + 1))
@@ -369,7 +552,8 @@ def draw_weight(name, shape, *, config, seed, device):
     The generator is seeded by a hash of (seed, name), so that any rank of any mesh draws the same
     tensor and keeps its slice: one process, FSDP, TP and PP start bitwise equal, without a seed
     checkpoint. (CPU and CUDA generators differ from each other.) `output` is cut at 3 standard
-    deviations; the others, cut at 100 in TorchTitan, are plain normal here: much faster.
+    deviations; the others, cut at 100 in TorchTitan, are plain normal here: much faster. Experts
+    are drawn one by one, each by its number, since no rank needs all of them.
 
     Costs:   one full tensor in memory at a time, at most V * D * 4 bytes.
     """

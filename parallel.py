@@ -47,6 +47,8 @@ gradient of a gathered tensor is a sum to be scattered and the other way round:
                   wo w2 by columns        reduce-scatter of it      all-gather
                   (each twice a block: attention and feed_forward)
     cp            the sequence (T)        all-gather of K and V     reduce-scatter       apply_cp
+    ep            experts                 all-to-all of the rows    the same, back       apply_ep
+                  (twice a block: to their experts and back)
     fsdp          parameters, by dim 0    all-gather of the         reduce-scatter of    apply_fsdp
                                           block's parameters        their gradients
                                                                     (and, if freed, the
@@ -66,7 +68,7 @@ The loss is a sum over tokens, and a rank's gradient is that of its own tokens' 
 may be summed over all ranks that hold different tokens, over cp as well as over data ranks. What a
 key owes to the queries of other cp ranks has come back to it through the reduce-scatter of K and V.
 
-The order in which train.py applies them is pp split -> float8 -> tp -> cp -> activation
+The order in which train.py applies them is pp split -> float8 -> tp -> cp -> ep -> activation
 checkpointing -> compile -> fsdp, all on the meta device; then `materialise` gives every rank its
 slice of weights that do not depend on the mesh. What a rank holds and sends meanwhile on a given
 mesh, simulate.py counts.
@@ -74,12 +76,12 @@ mesh, simulate.py counts.
 Letters are model.py's: B T D H K Dh F V; T is the whole sequence. Shapes are written for cp 1: a cp
 rank has T/cp tokens where they say T.
 
-Left out: expert parallelism; DistributedDataParallel, which averages and cannot be composed
+Left out: experts split by tp; DistributedDataParallel, which averages and cannot be composed
 (dp_replicate with dp_shard 1 is the same thing).
 
 Sources: TorchTitan (arXiv 2410.06511) §2.1, Appendix A, B.1-B.3; FSDP (arXiv 2304.11277);
 Megatron-LM (arXiv 1909.08053); sequence parallelism (arXiv 2205.05198); Llama 3 (arXiv
-2407.21783) §3.3.2.
+2407.21783) §3.3.2; experts: GShard (arXiv 2006.16668), DeepSeek-V3 (arXiv 2412.19437) §2.1.2.
 """
 
 import math
@@ -107,6 +109,11 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -125,8 +132,9 @@ from torch.utils.checkpoint import (
 # What we borrow: names that torch or torchao keep private, and why no public one will do.
 #     torch.distributed.device_mesh.DeviceMesh._unflatten      axes of the same ranks cut otherwise
 #     torch.distributed.device_mesh.DeviceMesh._flatten        one group of two axes
-#     torch.distributed._functional_collectives                an all-gather that autograd knows
+#     torch.distributed._functional_collectives                collectives that autograd knows
 #     torch.distributed._functional_collectives._maybe_view_chunk_cat   how a gather is put together
+#     torch.distributed.fsdp._fully_shard._fsdp_common         two meshes in one unit of FSDP
 #     torch.distributed._symmetric_memory                      and the next: asynchronous tp
 #     torch._inductor.config._micro_pipeline_tp
 #     torch.distributed.algorithms._checkpoint.checkpoint_wrapper  saves a block's input alone
@@ -134,6 +142,7 @@ from torch.utils.checkpoint import (
 #         _checkpoint_wrapped_module                           the block inside
 #     torch.ops._c10d_functional                               and the next: what --ac op saves
 #     torch.ops.aten._scaled_mm
+#     torch.ops.aten._grouped_mm
 #     torch.ops.aten._scaled_dot_product_flash_attention
 #     torch.ops.aten._scaled_dot_product_efficient_attention
 #     torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -165,8 +174,12 @@ def check_mesh(degrees, config, *, model, seq_len, world_size):
             f"degrees must be the number of ranks; {way_out}"
         )
     tp, cp = degrees["tp"], degrees["cp"]
-    for name in ("n_heads", "n_kv_heads", "ffn_dim"):
-        value = getattr(config, name)
+    widths = {"n_heads": config.n_heads, "n_kv_heads": config.n_kv_heads}
+    if not config.n_experts or config.n_dense_layers:
+        widths["ffn_dim"] = config.ffn_dim
+    if config.n_shared_experts:
+        widths["n_shared_experts x expert_dim"] = config.n_shared_experts * config.expert_dim
+    for name, value in widths.items():
         if value % tp:
             divisors = [str(n) for n in range(1, min(value, world_size) + 1) if value % n == 0]
             raise ValueError(
@@ -188,11 +201,12 @@ def check_mesh(degrees, config, *, model, seq_len, world_size):
         )
 
 
-def build_mesh(device_type, *, pp, dp_replicate, dp_shard, cp, tp):
+def build_mesh(device_type, *, pp, dp_replicate, dp_shard, cp, tp, ep=0):
     """Return {axis: DeviceMesh} for all ranks; axes of degree 1 are there too.
 
     Axes:    pp, dp_replicate, cp, tp, the joined fsdp, data and shards, and the two-dimensional
-             hsdp = (dp_replicate, fsdp). Each is the piece that this rank belongs to.
+             hsdp = (dp_replicate, fsdp). Each is the piece that this rank belongs to. With experts
+             (ep > 0) also ep, efsdp, ehsdp and stage: see §4.
     Needs:   an initialised process group of exactly the product of the degrees.
     Source:  paper §2.1 and B.2.
     """
@@ -204,7 +218,17 @@ def build_mesh(device_type, *, pp, dp_replicate, dp_shard, cp, tp):
     mesh = {axis: weights[axis] for axis in degrees} | {"cp": tokens["cp"]}
     mesh["hsdp"] = weights["dp_replicate", "fsdp"]
     mesh["shards"] = weights["fsdp", "tp"]._flatten("shards")
-    return mesh | {"data": tokens["dp_replicate", "dp_shard"]._flatten("data")}
+    mesh["data"] = tokens["dp_replicate", "dp_shard"]._flatten("data")
+    if ep:
+        in_stage = dp_replicate * dp_shard * cp * tp
+        degrees = {"pp": pp, "dp_replicate": dp_replicate}
+        degrees |= {"efsdp": dp_shard * cp * tp // ep, "ep": ep}
+        experts = world._unflatten(0, (*degrees.values(),), (*degrees,))
+        mesh |= {"ep": experts["ep"], "efsdp": experts["efsdp"]}
+        mesh["ehsdp"] = experts["dp_replicate", "efsdp"]
+        mesh["expert_shards"] = experts["efsdp", "ep"]._flatten("expert_shards")
+        mesh["stage"] = world._unflatten(0, (pp, in_stage), ("pp", "stage"))["stage"]
+    return mesh
 
 
 # ---- 2. Tensor, sequence and loss parallelism --------------------------------------------------
@@ -297,13 +321,20 @@ def apply_tp(
             "attention.wv": colwise(),
             "attention.wo": rowwise(output_layouts=Shard(1)),  # -> (B, T/tp, D)  reduce-scatter
             "ffn_norm": SequenceParallel(),
-            "feed_forward": prepare_input(
-                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-            ),
-            "feed_forward.w1": colwise(),  # (B, T, D) -> (B, T, F/tp)
-            "feed_forward.w3": colwise(),
-            "feed_forward.w2": rowwise(output_layouts=Shard(1)),
         }
+        dense = "feed_forward"
+        if block.moe is not None:  # its experts are not split: each rank sends its own tokens there
+            dense = "moe.shared_expert"
+            plan["ffn_norm"] = plan["moe.router"] = SequenceParallel(use_local_output=True)
+        if block.moe is None or block.moe.shared_expert is not None:
+            plan |= {
+                dense: prepare_input(
+                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+                ),
+                f"{dense}.w1": colwise(),  # (B, T, D) -> (B, T, F/tp)
+                f"{dense}.w3": colwise(),
+                f"{dense}.w2": rowwise(output_layouts=Shard(1)),
+            }
         if stage.config.qk_norm:  # (B, T, H/tp, Dh): a rank has some of the heads
             heads = SequenceParallel(sequence_dim=2, use_local_output=True)
             plan |= {"attention.q_norm": heads, "attention.k_norm": heads}
@@ -412,20 +443,168 @@ def apply_cp(stage, cp_mesh):
         block.attention.core = ContextParallelAttention(cp_mesh, stage.seq_len)
 
 
-# ---- 4. Activation checkpointing ---------------------------------------------------------------
+# ---- 4. Expert parallelism ---------------------------------------------------------------------
+#
+# Experts are never split by tp. For them tp ranks are data ranks: sequence parallelism has given
+# each its own tokens already. ep takes no ranks of its own either; it borrows those of a stage's
+# replica, dp_shard x cp x tp, innermost first, and what is left of them shards the experts as fsdp
+# shards all other weights. 8 ranks as dp_shard 4 x tp 2, with 8 experts:
+#
+#     --ep 1   efsdp 8   all ranks     hold an eighth of each expert
+#     --ep 4   efsdp 2   0 1 2 3       hold experts 01 23 45 67, a half of each: FSDP's other half
+#                        4 5 6 7       of rank 1's experts lies on rank 5
+#     --ep 8   efsdp 1   all ranks     hold one expert each, and FSDP gathers nothing
+#
+#     ep             where rows go to their experts and come back
+#     efsdp          dp_shard cp tp / ep: the fsdp axis of experts
+#     ehsdp          dp_replicate x efsdp, where there are replicas
+#     expert_shards  efsdp x ep, found by DTensor for the norm, as `shards` is
+#     stage          all ranks that hold the same layers: they sum what they counted
+#
+# A loss is a sum over tokens, and an expert's gradient on a rank is that of the tokens it was sent.
+# So here too all reductions are plain sums, and no mesh needs a factor.
+
+
+def check_ep(ep, config, degrees, *, param_dtype, is_compiled):
+    """Raise ValueError if experts cannot be placed on the mesh.
+
+    Args:    degrees, {axis: degree}; param_dtype, the flag; is_compiled, by --compile or by a
+             simulation, which traces grouped_mm by the same rules.
+    """
+    if not config.n_experts:
+        if ep > 1:
+            raise ValueError(
+                f"--ep {ep} conflicts with a model without experts (n_experts 0): ep splits "
+                "experts; try --model debug-moe, or leave --ep out"
+            )
+        return
+    n_ranks = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+    fitting = [str(n) for n in range(1, n_ranks + 1) if n_ranks % n == config.n_experts % n == 0]
+    for what, value in (
+        ("n_experts", config.n_experts), ("--dp-shard x --cp x --tp", n_ranks)
+    ):  # fmt: skip
+        if value % ep:
+            raise ValueError(
+                f"--ep {ep} must divide {what} = {value}: every rank holds as many experts, and "
+                f"the axis borrows its ranks there; try --ep {' or '.join(fitting)}"
+            )
+    efsdp = n_ranks // ep
+    for name in ("dim", "expert_dim"):
+        value = getattr(config, name)
+        if value % 8 and param_dtype != "fp64":
+            raise ValueError(
+                f"--set {name}={value} conflicts with experts in --param-dtype {param_dtype}: "
+                "grouped matmuls want rows of 16 bytes or a multiple; try "
+                f"{name}={nearest_multiples(value, 8)}"
+            )
+        if config.n_experts // ep % efsdp and value % efsdp:
+            raise ValueError(
+                f"--ep {ep} leaves {efsdp} ranks (--dp-shard x --cp x --tp / --ep) to shard "
+                f"{config.n_experts // ep} experts each, of {name} {value}: they must divide the "
+                f"experts or both dim and expert_dim; try --ep {fitting[-1]}"
+            )
+    if is_compiled and param_dtype != "bf16":
+        raise ValueError(
+            f"--compile, and a simulation, conflict with experts in --param-dtype {param_dtype}: "
+            "torch knows the shape of a grouped matmul in bf16 alone; add --param-dtype bf16"
+        )
+
+
+def read_lengths(sent, received):
+    """Rows for each rank and from each rank, as lists: the one time a step waits for the GPU.
+
+    Both int64 (ep,), copied together. A rank cannot know otherwise how much memory to hold ready.
+    """
+    return torch.stack([sent, received]).tolist()
+
+
+def exchange(experts, rows, counts, *, ep_mesh):
+    """Rows to the ranks that hold their experts, through them, and back: `moe.experts` under ep.
+
+    On ep 2 with experts 01 | 23, a row named after its expert:
+
+        held, sorted by expert     0 0 1 2 | 1 2 3 3
+        all-to-all                 0 0 1 1 | 2 2 3 3       here already in order, by luck:
+        sorted by expert again     0 0 1 1 | 2 2 3 3       rank by rank it is 0 0 1, then 1
+
+    Shapes:  rows (R, D) sorted by expert, counts (E,) -> (R, D); R differs from rank to rank.
+    """
+    group, ep = (ep_mesh, 0), ep_mesh.size()
+    counts = counts.view(ep, -1)  # (ep, E/ep): for each expert of each rank
+    theirs = funcol.all_to_all_single(counts, None, None, group)  # of each rank for my experts
+    sent, received = read_lengths(counts.sum(1), theirs.sum(1))
+    rows = funcol.all_to_all_single_autograd(rows, received, sent, group)
+    n_local = counts.shape[1]
+    number = torch.arange(n_local, device=counts.device).repeat(ep)
+    number = number.repeat_interleave(theirs.flatten(), output_size=sum(received))
+    order = number.argsort(stable=True)
+    weights = (weight.to_local() for weight in (experts.w1, experts.w2, experts.w3))
+    rows = experts.compute(rows[order], theirs.sum(0), *weights)
+    rows = torch.empty_like(rows).index_copy(0, order, rows)
+    return funcol.all_to_all_single_autograd(rows, sent, received, group)
+
+
+def apply_ep(stage, ep_mesh):
+    """Give each rank of ep its own E/ep experts of every block, in place.
+
+    Before:  experts whole on the meta device, E of them.
+    After:   DTensors split over ep by their dim 0, and `exchange` as the forward.
+    Costs:   per block 3 all-to-alls forward (k rows of D a token, there and back, and E counts) and
+             2 backward; the host waits once for the counts.
+    Needs:   ep divides n_experts and dp_shard x cp x tp (checked by check_ep).
+    """
+    for block in stage.layers.values():
+        if block.moe is not None:
+            experts = block.moe.experts
+            for name, weight in list(experts.named_parameters()):
+                split = distribute_tensor(weight, ep_mesh, [Shard(0)], src_data_rank=None)
+                setattr(experts, name, nn.Parameter(split))
+            experts.forward = partial(exchange, experts, ep_mesh=ep_mesh)
+
+
+@torch.no_grad()
+def balance(stages, mesh, *, balance_speed):
+    """Move each router's bias against its load, and start counting afresh; once a step.
+
+    Returns: the largest load of an expert over the mean of its block's, the same on all ranks.
+    Costs:   1 all-reduce of E numbers for each block; under pp one number more.
+    Note:    the direction is found in integers, and the loads are summed over all ranks of a stage,
+             so that every rank moves every bias alike.
+    Source:  arXiv 2408.15664; DeepSeek-V3 (arXiv 2412.19437) §2.1.2.
+    """
+    blocks = [block.moe for stage in stages for block in stage.layers.values()]
+    moes = [moe for moe in blocks if moe is not None]
+    worst = torch.zeros((), dtype=torch.float32, device=mesh["pp"].device_type)
+    if moes:
+        loads = torch.stack([moe.load for moe in moes])  # (blocks with experts, E)
+        dist.all_reduce(loads, group=mesh["stage"].get_group())
+        totals, n_experts = loads.sum(1, keepdim=True), loads.shape[1]
+        worst = (loads * n_experts / totals).max().float()
+        for moe, direction in zip(moes, (loads * n_experts - totals).sign(), strict=True):
+            moe.bias -= balance_speed * direction
+            moe.load.zero_()
+    if mesh["pp"].size() > 1:
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=mesh["pp"].get_group())
+    return worst
+
+
+# ---- 5. Activation checkpointing ---------------------------------------------------------------
 
 # A checkpointed block forgets what its forward pass computed, and computes it again in the backward
 # pass. Selective activation checkpointing (SAC, `--ac op`) asks for every operation whether its
 # result is worth the memory.
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-MATMULS = {aten.mm.default, aten._scaled_mm.default}  # of a plain linear, of a float8 one
+# of a plain linear, of a float8 one, of experts; a router's product is none of them
+MATMULS = {aten.mm.default, aten._scaled_mm.default, aten._grouped_mm.default}
 SAVED_OPS = {  # slow to compute
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten.max.default,  # amax, for a float8 scale: a pass over a whole tensor for one number
+    aten.topk.default,  # a choice of experts is made once
+    c10d.all_to_all_single.default,
 }
 
 
@@ -481,7 +660,7 @@ def inner_block(block):
     return block._checkpoint_wrapped_module if isinstance(block, CheckpointWrapper) else block
 
 
-# ---- 5. Regional compile and asynchronous tensor parallelism -----------------------------------
+# ---- 6. Regional compile and asynchronous tensor parallelism -----------------------------------
 
 
 def check_compile(device_type):
@@ -551,7 +730,31 @@ def enable_async_tp(tp_mesh):
         enable_symm_mem_for_group(tp_mesh.get_group().group_name)
 
 
-# ---- 6. Fully sharded data parallelism ---------------------------------------------------------
+# ---- 7. Fully sharded data parallelism ---------------------------------------------------------
+
+
+def expert_placement(stage, mesh):
+    """For fully_shard: where the experts of a stage are sharded, a parameter at a time.
+
+    By dim 0, whole experts, where their number allows it, else by dim 1, a piece of each.
+    """
+    moes = [block.moe for block in stage.layers.values() if block.moe is not None]
+    mine = {id(parameter) for moe in moes for parameter in moe.experts.parameters()}
+    n_ranks, ep = mesh["efsdp"].size(), mesh["ep"].size()
+    if mesh["dp_replicate"].size() > 1:
+        where = HSDPMeshInfo(mesh["ehsdp"], shard_mesh_dim=1, replicate_mesh_dim=0)
+    else:
+        where = FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
+    is_same_group = mesh["efsdp"].get_group() == mesh["fsdp"].get_group()
+
+    def place(parameter):
+        if id(parameter) not in mine:
+            return None
+        split = Shard(0 if parameter.shape[0] // ep % n_ranks == 0 else 1)
+        # torch wants one object for one group, and has made that of the other weights itself
+        return split if is_same_group else ShardPlacementResult(split, where)
+
+    return place
 
 
 def apply_fsdp(stage, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
@@ -561,6 +764,7 @@ def apply_fsdp(stage, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
     After:   every parameter is a DTensor sharded by its dim 0 over fsdp (dp_shard x cp) and
              replicated over dp_replicate (HSDP). It is gathered in `param_dtype` just before its
              unit runs, and its gradient is summed in `reduce_dtype`; master weights stay float32.
+             Experts are sharded over efsdp instead (`expert_placement`), in the same unit.
     Units:   tok_embeddings | each block | norm with output. Tied embeddings: blocks | the rest.
     Freed:   by `reshard`. `always` frees a unit's gathered weights when its forward ends and
              gathers them again for its backward; `never` keeps them from forward to backward;
@@ -590,6 +794,8 @@ def apply_fsdp(stage, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
     if cpu_offload:
         pin_memory = mesh["fsdp"].device_type == "cuda"
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
+    if stage.config.n_experts:
+        options["shard_placement_fn"] = expert_placement(stage, mesh)
     free_blocks = reshard == "always" or (reshard == "default" and mesh["pp"].size() == 1)
     ends = [stage.norm, stage.output]
     if stage.config.tied_embeddings:  # one weight cannot live in two units
@@ -601,15 +807,18 @@ def apply_fsdp(stage, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
     if stage.norm is not None:
         fully_shard(ends, reshard_after_forward=reshard == "always", **options)
     fully_shard(stage, **options)  # the root: no parameters of its own, it drives the others
-    if mesh["dp_replicate"].size() * mesh["fsdp"].size() == 1:
-        return  # nothing is summed
+    n_summed = mesh["dp_replicate"].size() * mesh["fsdp"].size()
+    if stage.config.n_experts:
+        n_summed *= mesh["efsdp"].size()  # with tp and dp_shard 1 greater than fsdp
+    if n_summed == 1:
+        return
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # sums, not means
             module.set_force_sum_reduction_for_comms(True)  # by SUM, which gloo has too
 
 
-# ---- 7. Weights --------------------------------------------------------------------------------
+# ---- 8. Weights --------------------------------------------------------------------------------
 
 
 def local_tensor(tensor):
@@ -628,6 +837,32 @@ def named_weights(stage):
         yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
 
+def named_biases(stage):
+    """(name, bias) pairs of the routers: saved like weights, the same on all ranks of the stage."""
+    for name, buffer in stage.named_buffers():
+        if name.endswith("moe.bias"):
+            yield name.replace("_checkpoint_wrapped_module.", ""), buffer
+
+
+def held_range(tensor, dim):
+    """Which indices of `dim` this rank holds of an evenly split DTensor: a range."""
+    held = range(tensor.shape[dim])
+    axes = list(enumerate(tensor.placements)) if isinstance(tensor, DTensor) else []
+    for axis, placement in reversed(axes):  # the innermost axis has cut first
+        if not placement.is_replicate() and placement.dim == dim:
+            n = len(held) // tensor.device_mesh.size(axis)
+            first = n * tensor.device_mesh.get_local_rank(axis)
+            held = held[first : first + n]
+    return held
+
+
+def draw_experts(name, parameter, draw):
+    """Fill this rank's part of (E, out, in), expert by expert: it draws those that it holds."""
+    rows = held_range(parameter, 1)
+    for number, part in zip(held_range(parameter, 0), local_tensor(parameter), strict=True):
+        part.copy_(draw(f"{name}.{number}", parameter.shape[1:])[rows.start : rows.stop])
+
+
 @torch.no_grad()
 def materialise(stage, *, device, weight_device, draw, positions):
     """Give a meta-device model its memory and initial values, in place.
@@ -642,7 +877,13 @@ def materialise(stage, *, device, weight_device, draw, positions):
     """
     stage.to_empty(device=weight_device)
     stage.tie_embeddings()
+    for module in stage.modules():  # buffers: counts and biases of experts are zero
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros_like(buffer, device=device))
     for name, parameter in named_weights(stage):
+        if ".experts." in name:
+            draw_experts(name, parameter, draw)
+            continue
         full = draw(name, parameter.shape)
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
@@ -651,7 +892,7 @@ def materialise(stage, *, device, weight_device, draw, positions):
     stage.init_rope(positions.to(device))
 
 
-# ---- 8. Gradient clipping ----------------------------------------------------------------------
+# ---- 9. Gradient clipping ----------------------------------------------------------------------
 
 
 def clip_grad_norm(parameters, max_norm, mesh):
@@ -660,13 +901,19 @@ def clip_grad_norm(parameters, max_norm, mesh):
     Returns: the norm before clipping, a 0-d tensor; no host sync.
     Note:    the norm of a DTensor reduces over the axes it is sharded on, and only over those, so a
              norm weight replicated over tp counts once. Stages hold different parameters: their
-             squares are added over pp. Every rank multiplies by the same factor.
+             squares are added over pp. Every rank multiplies by the same factor. Experts live on
+             another mesh, and no operation takes tensors of two: each mesh has its own norm first.
     Source:  the global norm of "On the difficulty of training RNNs" (arXiv 1211.5063).
     """
-    parameters = list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm(grads, foreach=True)
-    norm = whole_tensor(norm)
+    on_mesh = {}
+    for p in parameters:
+        if p.grad is not None:
+            on_mesh.setdefault(getattr(p.grad, "device_mesh", None), []).append(p)
+    norms = [
+        whole_tensor(nn.utils.get_total_norm([p.grad for p in some], foreach=True))
+        for some in on_mesh.values()
+    ]
+    norm = norms[0] if len(norms) == 1 else torch.stack(norms).square().sum().sqrt()
     if mesh["pp"].size() > 1:
         squares = norm.square()
         dist.all_reduce(squares, group=mesh["pp"].get_group())
@@ -675,11 +922,12 @@ def clip_grad_norm(parameters, max_norm, mesh):
         # replicas have summed the same numbers, maybe in another order: one bit of difference in
         # the factor would let their weights drift apart
         dist.all_reduce(norm, dist.ReduceOp.MAX, group=mesh["dp_replicate"].get_group())
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    for some in on_mesh.values():
+        nn.utils.clip_grads_with_norm_(some, max_norm, norm, foreach=True)
     return norm
 
 
-# ---- 9. The loss -------------------------------------------------------------------------------
+# ---- 10. The loss ------------------------------------------------------------------------------
 
 
 def cross_entropy(logits, labels, n_valid_tokens):

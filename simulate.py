@@ -22,8 +22,8 @@ laptop less than a minute. An `Account` (a tracker, as such modes are called) se
 It goes into OUT/simulation.json, OUT/timeline.svg and, shorter, to the console.
 
 Left out: time; what kernels and NCCL take for themselves; fusion by compile. --compile and
---async-tp have no effect, mxfp8 is emulated for want of its kernels, and CPU offload changes
-nothing, since host and device are one here.
+--async-tp have no effect, mxfp8 is emulated for want of its kernels, CPU offload changes nothing,
+since host and device are one here, and all experts get as many rows.
 
 Nothing imports this file but tests: it is a client of the trainer.
 
@@ -83,6 +83,7 @@ import watch
 #     torch.distributed.pipelining._utils.InferenceMode     and the next: see skip_warmup
 #     torch.distributed.pipelining.PipelineStage._inference_mode
 #     torch.distributed.pipelining.schedules.PipelineScheduleSingle._warmup_p2p
+#     torch.ops.aten._grouped_mm                            the matmuls of experts
 #     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu    attention as it runs here
 #     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -93,7 +94,7 @@ COLLECTIVES = {  # of torch.distributed and, as DTensor calls them, functional
     "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
     "allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
-    "send": "send", "recv_": "recv",
+    "send": "send", "recv_": "recv", "all_to_all_single": "all_to_all",
 }  # fmt: skip
 PLAIN = {torch.Tensor, nn.Parameter, FakeTensor}
 
@@ -127,6 +128,8 @@ def count_flops(op, args, kwargs, result):
         return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return 2 * sdpa_flop_count(*(tensor.shape for tensor in args[1:4]))
+    if packet is aten._grouped_mm:  # (R, in) times (E, in, out), or rows of both times each other
+        return 2 * args[0].numel() * args[1].shape[-1]
     formula = flop_registry.get(packet)
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
@@ -157,7 +160,8 @@ class Account(TorchDispatchMode):
     def __init__(self, job):
         super().__init__()
         # where several axes span all ranks, and so share a group, the later name counts
-        axes = ("data", "cp", "tp", "dp_replicate", "fsdp", "pp")
+        axes = ("stage", "efsdp", "ep", "data", "cp", "tp", "dp_replicate", "fsdp", "pp")
+        axes = [axis for axis in axes if axis in job.mesh]
         self.axes = {job.mesh[axis].get_group().group_name: axis for axis in axes}
         self.events, self.kinds, self.sizes = [], [], []
         self.streams = {torch.cpu.current_stream(): 0}  # FSDP enters its streams on a CPU as well
@@ -505,6 +509,22 @@ def fused_norms():
         nn.RMSNorm.forward = original
 
 
+@contextmanager
+def even_loads(n_rows):
+    """While open, ep exchanges as if every expert had as many rows: fake counts cannot be read."""
+    original = parallel.read_lengths
+
+    def read_lengths(sent, received):
+        ep = len(sent)
+        return [[n_rows // ep + (rank < n_rows % ep) for rank in range(ep)]] * 2
+
+    parallel.read_lengths = read_lengths
+    try:
+        yield
+    finally:
+        parallel.read_lengths = original
+
+
 def skip_warmup(schedule):
     """For a fake process group: start without the ranks' vote on whether all shapes are known.
 
@@ -535,10 +555,13 @@ def trace_rank(args, config, rank):
     with redirect_stdout(plan):
         job = train.build(args, config, torch.device("cpu"))
         watch.print_pairs(train.describe_job(args, job, "simulated"))
+    n_sequences = args.microbatch_size if args.pp > 1 else args.local_batch_size
+    n_tokens = n_sequences * args.seq_len // (args.cp * args.tp)  # of a rank, in one forward
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         thin_causal_mask(train.DTYPES[args.param_dtype]),
         fused_norms(),
+        even_loads(n_tokens * config.top_k),
     ):
         job = train.start(args, job, draw=lambda name, shape: torch.empty(shape))
         if job.schedule:
@@ -556,6 +579,7 @@ def trace_rank(args, config, rank):
     reserved = reserved_bytes(account.events, is_expandable=has_expandable_segments())
     units = [[name for name, _ in named_units(stage)] for stage in job.stages]
     axes, phases = ("pp", "dp_replicate", "fsdp", "cp", "tp"), ("forward", "recomputed", "backward")
+    axes += ("ep",) if config.n_experts else ()
     return {
         "rank": rank,
         "coordinates": {axis: job.mesh[axis].get_local_rank() for axis in axes},
@@ -637,9 +661,10 @@ def time_schedule(args, config, rows):
     modules = [pair for row in rows for pair in row["flops_by_module"].items()]
     blocks = [flops for name, flops in modules if name.startswith("layers.")]
     once, again = (sum(flops[phase] for flops in blocks) for phase in ("forward", "recomputed"))
+    last_block = model.block_flops(config, args.seq_len, config.n_layers - 1)
     durations = stage_durations(
         train.stage_names(args, config),
-        head=model.head_flops(config) / model.block_flops(config, args.seq_len),
+        head=model.head_flops(config) / last_block,
         block_again=again / once if once else 0.0,
         head_again=1.0 if args.loss_chunks > 1 else 0.0,
     )
@@ -794,6 +819,7 @@ def describe_ranks(args, rows):
     for is_on, note in (
         (args.compile, "--compile is not traced"),
         (args.async_tp, "--async-tp is not traced"),
+        (args.ep > 1, "every expert is taken to get as many rows"),
         (args.float8 == "mxfp8", "mxfp8 is emulated, which under tp sends other tensors"),
     ):
         if is_on:
@@ -830,6 +856,8 @@ def resolve(typed, **changes):
     hardware = train.Hardware("cuda", (10, 0), args.world_size, memory_bytes)
     config = train.resolve_args(args, hardware, args.world_size)
     train.check_args(args, config, hardware, args.world_size)
+    experts = {"param_dtype": args.param_dtype, "is_compiled": True}
+    parallel.check_ep(args.ep, config, train.degrees_of(args), **experts)
     return args, config
 
 

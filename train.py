@@ -23,7 +23,8 @@ factor afterwards: any number of ranks, accumulation steps or microbatches gives
 batches whose ignored labels (-100) are unevenly spread are weighted by token, not by rank.
 
 A step that does not log, evaluate or save makes no host sync: it only enqueues work. Its loss and
-gradient norm are copied to the host behind its back and looked at one step later (watch.py).
+gradient norm are copied to the host behind its back and looked at one step later (watch.py). With
+--ep > 1 there is one for each block with experts and forward pass: parallel.py:read_lengths.
 
 Sources: TorchTitan (arXiv 2410.06511) §2.1, §2.3 and Appendix A; the learning rate schedule,
 warmup-stable-decay: MiniCPM (arXiv 2404.06395).
@@ -76,9 +77,10 @@ class Job:
     device: torch.device
     stages: list  # the model, or this rank's pipeline stages of it
     positions: torch.Tensor  # global positions of the tokens this cp rank holds, (T/cp,)
-    shapes: dict  # {parameter name: full shape} of the whole model
+    shapes: dict  # {name: full shape} of the whole model's parameters and routers' biases
     loss_parallel: bool
     has_float8_scales: bool
+    balance_speed: float  # of the routers' biases
     loss_fn: object = None  # (output of the last stage, labels, n_valid_tokens) -> loss; by `start`
     schedule: object = None  # pipeline.PipelineSchedule, None without a pipeline; by `start`
     optimizer: object = None  # torch.optim.Optimizer; by `start`
@@ -98,6 +100,11 @@ class Job:
         """(name, parameter) pairs of all its stages, under the names of model.py, one by one."""
         return (pair for stage in self.stages for pair in parallel.named_weights(stage))
 
+    @property
+    def biases(self):
+        """(name, buffer) pairs of the routers' biases, which the optimizer does not know."""
+        return (pair for stage in self.stages for pair in parallel.named_biases(stage))
+
 
 def build(args, config, device):
     """This rank's part of the model, transformed, in the order of the paper's Appendix A.
@@ -105,10 +112,12 @@ def build(args, config, device):
     All of it on the meta device, where a tensor has a shape and no memory: 405B takes seconds.
     README tells what happened when two of these were swapped.
     """
-    mesh = parallel.build_mesh(device.type, **degrees_of(args))
+    ep = args.ep if config.n_experts else 0
+    mesh = parallel.build_mesh(device.type, **degrees_of(args), ep=ep)
     with torch.device("meta"):
         whole = model.Transformer(config, seq_len=args.seq_len)
-    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    kept = [*whole.named_parameters(), *parallel.named_biases(whole)]
+    shapes = {name: tuple(tensor.shape) for name, tensor in kept}
     loss_parallel = args.tp > 1 and not args.no_loss_parallel
 
     stages = [whole]
@@ -130,6 +139,8 @@ def build(args, config, device):
             parallel.apply_tp(stage, mesh["tp"], *styles, loss_parallel=loss_parallel)
         if args.cp > 1:
             parallel.apply_cp(stage, mesh["cp"])
+        if ep > 1:  # after tp, whose plan has no place for DTensors of another axis
+            parallel.apply_ep(stage, mesh["ep"])
         if args.ac != "none":  # before compile: afterwards its policy sees one opaque call a block
             parallel.apply_ac(stage, args.ac)
         if args.compile:  # either side of FSDP gives the same losses; this is how it is read
@@ -152,6 +163,7 @@ def build(args, config, device):
         shapes=shapes,
         loss_parallel=loss_parallel,
         has_float8_scales=args.float8_all_gather,
+        balance_speed=args.balance_speed,
     )
 
 
@@ -290,12 +302,17 @@ def refresh_scales(job):
 
 
 def update(job, *, max_norm):
-    """Clip the gradients, step the optimizer, clear them; return their norm before clipping."""
-    norm = parallel.clip_grad_norm(job.parameters, max_norm, job.mesh)
+    """Clip the gradients, balance experts, step the optimizer, clear the gradients.
+
+    Returns: [the norm before clipping], with experts also the largest load over the mean.
+    """
+    told = [parallel.clip_grad_norm(job.parameters, max_norm, job.mesh)]
+    if job.config.n_experts:
+        told.append(parallel.balance(job.stages, job.mesh, balance_speed=job.balance_speed))
     job.optimizer.step()
     job.optimizer.zero_grad()
     refresh_scales(job)
-    return norm
+    return told
 
 
 def sum_over_ranks(job, loss, n_stops):
@@ -308,16 +325,17 @@ def sum_over_ranks(job, loss, n_stops):
 
 
 def train_step(job, inputs, labels, *, local_batch_size, max_norm, wants_stop=False):
-    """One optimizer step on this data rank's share of the global batch; no host sync.
+    """One optimizer step on this data rank's share of the global batch; no host sync but of ep.
 
     Args:    inputs and labels, as for `gradients`; wants_stop, whether this rank was asked to end,
              which travels with the loss.
-    Returns: float tensor (5,) on the device, with the names of `watch.Stats`.
+    Returns: float tensor (5 or 6,) on the device, with the names of `watch.Stats`.
     """
     local_loss, n_valid_tokens = gradients(job, inputs, labels, local_batch_size=local_batch_size)
     loss, n_stops = sum_over_ranks(job, local_loss, local_loss.new_full((), wants_stop))
-    norm = update(job, max_norm=max_norm)
-    return torch.stack([loss, norm.to(loss), n_valid_tokens.to(loss), local_loss, n_stops])
+    norm, *load = update(job, max_norm=max_norm)
+    stats = [loss, norm, n_valid_tokens, local_loss, n_stops, *load]
+    return torch.stack([number.to(loss) for number in stats])
 
 
 def lr_at(step, args):
@@ -493,7 +511,8 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
 
             # once in a while: compare what ranks must have in common
             if is_due(step, args.check_ranks_every):
-                watch.check_ranks(step, inputs, job.mesh["data"].get_local_rank(), job.weights)
+                shared, data_rank = [*job.weights, *job.biases], job.mesh["data"].get_local_rank()
+                watch.check_ranks(step, inputs, data_rank, shared)
 
             # once in a while: save
             if checkpointer and (is_due(step, args.checkpoint_every) or is_last):
@@ -605,19 +624,26 @@ def describe_job(args, job, place):
         ("batch", f"{whole} sequences x {seq_len} = {whole * seq_len:,} tokens a step; {n_data} "
          f"data rank{'s' * (n_data > 1)} x {local} x {whole // (n_data * local)} accumulated"),
     ]  # fmt: skip
+    if c.n_experts:
+        n_layers, ep = c.n_layers - c.n_dense_layers, job.mesh["ep"].size()
+        text = f"{c.n_experts} in each of {n_layers} layers, of which a token takes {c.top_k}: "
+        text += f"{model.count_parameters(c, active=True):,} parameters active; ep {ep}: a rank's "
+        text += f"{c.n_experts // ep}, sharded over {job.mesh['efsdp'].size()} ranks"
+        pairs.insert(1, ("expert", text + ("; not in float8" if args.float8 else "")))
     if args.pp > 1:
         names, n = stage_names(args, c), local // args.microbatch_size
         text = f"{args.pp_schedule}, microbatches {n} of {args.microbatch_size}, "
         text += pipeline.describe_stages(
             names, args.pp_schedule, pp=args.pp, n_microbatches=n, ac=args.ac
         )
-        pairs.insert(2, ("stages", text))
+        pairs.insert(-2, ("stages", text))
     return pairs
 
 
 def check_fit(job, hardware, *, n_numbers, on_host):
     """Raise TrainingError if a rank has no memory for its states, before it asks for any."""
-    drawn = max(math.prod(shape) for shape in job.shapes.values())  # whole, one at a time
+    # whole, one at a time, and of experts each by itself
+    drawn = max(math.prod(shape[-2:]) for shape in job.shapes.values())
     on_gpu = job.device.type == "cuda" and not on_host
     watch.check_memory(
         4 * (job.n_local * n_numbers + drawn),
@@ -851,6 +877,10 @@ def build_parser():
     add("--tp", type=at_least(1), default=1,
         help="tensor and sequence parallel -> parallel.py:apply_tp")
     add("--pp", type=at_least(1), default=1, help="pipeline parallel -> pipeline.py:build_schedule")
+    add("--ep", type=at_least(1), default=1, help="expert parallel: ranks of dp-shard x cp x tp "
+        "that share the experts -> parallel.py:apply_ep")
+    add("--balance-speed", type=at_least(0.0), default=1e-3,
+        help="of the biases that level the load of experts, per step -> parallel.py:balance")
     add("--no-loss-parallel", action="store_true",
         help="gather logits over tp before the loss -> parallel.py:apply_tp")
     add("--reshard", choices=("default", "always", "never"), default="default",
@@ -1044,7 +1074,7 @@ def is_given(args, name):
     return getattr(args, name) != getattr(build_parser().parse_args([]), name)
 
 
-def check_needs(args):
+def check_needs(args, config):
     """Raise ValueError for a setting that would be accepted and do nothing."""
     for names, is_met, missing, way_out in (
         (("val_data", "val_steps"), args.val_every,
@@ -1057,6 +1087,8 @@ def check_needs(args):
          f"--pp-split {args.pp_split} says where to cut", "give one of the two"),
         (("no_loss_parallel",), args.tp > 1,
          "--tp is 1, so that every rank has whole logits", "add --tp 2"),
+        (("balance_speed",), config.n_experts,
+         "the model has no experts", "take --model debug-moe"),
         (("float8_filter",), args.float8,
          "--float8 is not given, so that no linear is converted", "add --float8 tensorwise"),
         (("beta1", "beta2", "eps"), args.optimizer == "adamw",
@@ -1081,10 +1113,14 @@ def check_args(args, config, hardware, world_size):
     """
     degrees = degrees_of(args)
     cp, tp, pp = degrees["cp"], degrees["tp"], degrees["pp"]
-    check_needs(args)
+    compiled = args.compile
+    check_needs(args, config)
     model.check_config(config)
     sizes = {"model": args.model, "seq_len": args.seq_len, "world_size": world_size}
     parallel.check_mesh(degrees, config, **sizes)
+    parallel.check_ep(
+        args.ep, config, degrees, param_dtype=args.param_dtype, is_compiled=compiled
+    )
     parallel.check_loss_chunks(args.loss_chunks, seq_len=args.seq_len, cp=cp, tp=tp)
     parallel.check_cp(
         cp=cp,
@@ -1092,10 +1128,10 @@ def check_args(args, config, hardware, world_size):
         is_grouped=config.n_kv_heads < config.n_heads,
         device_type=hardware.device_type,
     )
-    if args.compile:
+    if compiled:
         parallel.check_compile(hardware.device_type)
     if args.async_tp:
-        parallel.check_async_tp(tp=tp, compile=args.compile, device_type=hardware.device_type)
+        parallel.check_async_tp(tp=tp, compile=compiled, device_type=hardware.device_type)
     if pp > 1:
         pipeline.check_pipeline(
             args.pp_schedule,
@@ -1106,7 +1142,7 @@ def check_args(args, config, hardware, world_size):
             tied=config.tied_embeddings,
         )
         pipeline.check_split_backward(
-            args.pp_schedule, ac=args.ac, compile=args.compile, reshard=args.reshard
+            args.pp_schedule, ac=args.ac, compile=compiled, reshard=args.reshard
         )
         stage_names(args, config)  # raises what is wrong with the split
     float8.check_float8(
@@ -1114,7 +1150,7 @@ def check_args(args, config, hardware, world_size):
         all_gather=args.float8_all_gather,
         skip=args.float8_filter,
         emulate=args.float8_emulate,
-        compile=args.compile,
+        compile=compiled,
         capability=hardware.capability,
     )
     if args.float8:

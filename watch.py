@@ -116,13 +116,16 @@ def check_ranks(step, inputs, data_rank, weights):
     """Raise TrainingError, naming the ranks, if what several ranks must share differs.
 
     Compared: the step; the batch, along tp, cp and pp; and every piece of the weights that more
-    than one rank holds, along dp_replicate and, for norms, tp.
-    Args:    inputs, of this data rank; weights, (name, DTensor) pairs of this rank.
+    than one rank holds, along dp_replicate and, for norms, tp; routers' biases along all axes.
+    Args:    inputs, of this data rank; weights, (name, DTensor or, if it is the same everywhere,
+             tensor) pairs of this rank.
     """
     facts = {("step",): step, ("batch", data_rank): checksum(inputs)}
     for name, weight in weights:
-        coordinates = zip(weight.placements, weight.device_mesh.get_coordinate(), strict=True)
-        piece = [c for placement, c in coordinates if not placement.is_replicate()]
+        piece = []
+        if isinstance(weight, DTensor):
+            coordinates = zip(weight.placements, weight.device_mesh.get_coordinate(), strict=True)
+            piece = [c for placement, c in coordinates if not placement.is_replicate()]
         facts["weight", name, *piece] = checksum(local_tensor(weight.detach()))
     for key, _, others, alike in find_differences(facts):
         raise TrainingError(
@@ -200,6 +203,7 @@ class Stats(NamedTuple):
     n_valid_tokens: float  # in the global batch
     local_loss: float  # this rank's share of the loss
     n_stops: float  # ranks that were asked to end
+    expert_load: float | None = None  # the largest load over the mean, if there are experts
 
 
 def copy_to_host(stats):
@@ -336,6 +340,8 @@ class Metrics:
             "alloc_retries": alloc_retries(self.device),
             "data_s": self.data_s / n_steps,  # seconds per step spent waiting for the next batch
         } | ({} if val_loss is None else {"val_loss": val_loss})
+        if stats.expert_load is not None:
+            row["expert_load"] = stats.expert_load
         if self.is_main:
             seconds_left = round(elapsed_s / n_steps * (self.last_step - step))
             # the first row holds what happens once, such as compilation
@@ -357,6 +363,7 @@ class Metrics:
             + (f"  mfu {row['mfu']:.1%}" if row["mfu"] else "")
             + f"  {row['memory_gib']:.2f} GiB"
             + (f"  allocator retries {row['alloc_retries']}" if row["alloc_retries"] else "")
+            + (f"  load {row['expert_load']:.2f}" if "expert_load" in row else "")
             + (f"  val {row['val_loss']:.4f}" if "val_loss" in row else "")
             + left,
             flush=True,

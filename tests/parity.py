@@ -1,4 +1,4 @@
-"""Every mesh trains the same model as one process: run this file for the table.
+"""Every mesh trains the same model as one process: run this file for the tables.
 
     python tests/parity.py --world 8              every case on up to 8 forked gloo ranks
     python tests/parity.py --world 4 --dtype fp32 --steps 5
@@ -16,6 +16,12 @@ Against one process:
     loss, norm  worst relative error over the steps (norm: before clipping)
     grads       worst relative L2 error of any parameter's gradient before clipping, over the steps
     weights     worst relative L2 error of any parameter after the last step
+    experts     of a model with experts: how many rows each got, summed over ranks and a step, and
+                the routers' biases after the last, must be equal bit for bit (but not in bf16,
+                where a token may choose otherwise)
+
+The second table is of experts. There one gets half of all rows, as every token's first choice, and
+two get none: on ep 4 those of one rank.
 
 Tolerances. In float64 errors are about 1e-15 and a real fault is 1e-3 or more, so 1e-12 leaves no
 doubt. In float32 sums of a few thousand terms in another order differ by about 1e-6, and parameters
@@ -35,6 +41,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # when run as a script, from anywhere
 
@@ -85,6 +92,22 @@ TECHNIQUES = {
     for mesh in ("pp2 x dp2 x tp2", "dp2 x cp2")
     for technique in ("--ac op", "--ac full", "--loss-chunks 2", "--compile", "--compile --ac op")
 }
+EXPERTS = "--model debug-moe --set n_layers=3 expert_dim=16 --balance-speed 0.02"
+# with few experts FSDP cuts each of them; softmax, nothing shared, no dense layer
+FEW_EXPERTS = f"{EXPERTS} --set n_experts=2 top_k=1 n_shared_experts=0 n_dense_layers=0"
+FEW_EXPERTS += " --set router_score=softmax normalise_top_k=false"
+EXPERT_MESHES = {
+    f"{mesh}, ep {ep}": (MESHES[mesh][0], f"{MESHES[mesh][1]} --ep {ep}")
+    for mesh in MESHES
+    for ep in (1, 2, 4, 8)
+    if (MESHES[mesh][0] // (2 if "pp2" in mesh else 1) // (2 if "2x2" in mesh else 1)) % ep == 0
+    and "pp4" not in mesh and "replicate" not in mesh
+}  # fmt: skip
+EXPERT_TECHNIQUES = {
+    f"{mesh}, {technique}": (EXPERT_MESHES[mesh][0], f"{EXPERT_MESHES[mesh][1]} {technique}")
+    for mesh in ("dp2, ep 2", "tp2, ep 2")
+    for technique in ("--ac op", "--ac full", "--ac 2", "--loss-chunks 2")
+}
 SCHEDULES = {
     f"pp{pp} {name}": (pp, f"--pp {pp} --pp-schedule {name}")
     for pp in (2, 4)
@@ -106,6 +129,20 @@ def make_batches(steps, *, n_sequences, seq_len, vocab_size):
     return batches
 
 
+def find_experts(job):
+    """[(layer, the module)] of this rank's blocks with experts."""
+    blocks = [pair for stage in job.stages for pair in stage.layers.items()]
+    return [(number, block.moe) for number, block in blocks if block.moe is not None]
+
+
+def sum_loads(job):
+    """{layer: rows of each expert}, over all ranks of the stage."""
+    loads = {number: moe.load.clone() for number, moe in find_experts(job)}
+    for load in loads.values():
+        dist.all_reduce(load, group=job.mesh["stage"].get_group())
+    return {number: load.tolist() for number, load in loads.items()}
+
+
 def gather_weights(job, value_of):
     """{name: whole tensor} of this rank's stages; a copy, since clipping changes gradients."""
     return {
@@ -121,6 +158,10 @@ def run_case(flags, dtype, steps):
     with mock.patch.multiple(parallel, **QUICK):
         args, job = make_job(f"{BASE} --param-dtype {dtype} --reduce-dtype {wide} {flags}")
     result = {"weights 0": gather_weights(job, lambda p: p), "loss": [], "norm": [], "grads": []}
+    result["loads"] = []
+    for _, moe in find_experts(job):
+        if len(moe.bias) == 8:
+            moe.bias[1], moe.bias[6:] = 9.0, -9.0
     per_rank = args.global_batch_size // job.mesh["data"].size()
     first = job.mesh["data"].get_local_rank() * per_rank
     mine, vocab_size = slice(first, first + per_rank), job.config.vocab_size
@@ -132,9 +173,11 @@ def run_case(flags, dtype, steps):
         )
         loss, _ = train.sum_over_ranks(job, local_loss, torch.zeros_like(local_loss))
         result["loss"].append(loss.item())
+        result["loads"].append(sum_loads(job))
         result["grads"].append(gather_weights(job, lambda p: p.grad))
-        result["norm"].append(train.update(job, max_norm=args.max_norm).item())
+        result["norm"].append(train.update(job, max_norm=args.max_norm)[0].item())
     torch.set_default_dtype(torch.float32)
+    result["biases"] = {number: moe.bias.tolist() for number, moe in find_experts(job)}
     return result | {"weights": gather_weights(job, lambda p: p)}
 
 
@@ -154,9 +197,11 @@ def merge_ranks(results):
         assert result["norm"] == merged["norm"], "ranks disagree about the gradient norm"
         for key in ("weights 0", "weights"):
             merged[key] = result[key] | merged[key]
-        merged["grads"] = [
-            a | b for a, b in zip(result["grads"], merged["grads"], strict=True)
-        ]
+        shared = result["biases"].keys() & merged["biases"].keys()
+        assert all(result["biases"][n] == merged["biases"][n] for n in shared), "biases differ"
+        merged["biases"] = result["biases"] | merged["biases"]
+        for key in ("grads", "loads"):
+            merged[key] = [a | b for a, b in zip(result[key], merged[key], strict=True)]
     return merged
 
 
@@ -184,6 +229,7 @@ def compare(result, reference):
             relative_error(a, b) for a, b in zip(result["grads"], reference["grads"], strict=True)
         ),
         "weights": relative_error(result["weights"], reference["weights"]),
+        "experts": all(result[key] == reference[key] for key in ("loads", "biases")),
     }
 
 
@@ -191,6 +237,7 @@ def is_equal(errors, dtype):
     numbers, tensors = TOLERANCES[dtype]
     return (
         errors["weights 0"]
+        and (errors["experts"] or dtype == "bf16")
         and max(errors["loss"], errors["norm"]) < numbers
         and max(errors["grads"], errors["weights"]) < tensors
     )
@@ -222,10 +269,24 @@ def data_ranks(flags):
     return int(values.get("--dp-replicate", 1)) * int(values.get("--dp-shard", 1))
 
 
-def all_cases(world, only=""):
-    """Every mesh with every choice that applies to it, if its title holds the pattern `only`."""
+def all_cases(world):
+    """Every mesh with every choice that applies to it."""
+    return product(MESHES | TECHNIQUES | SCHEDULES, world)
+
+
+def expert_cases(world):
+    """Every mesh with experts, each ep, accumulation and one technique at a time."""
+    schedules = {
+        f"pp2 x dp2, ep 2, {name}": (4, f"--pp 2 --dp-shard 2 --ep 2 --pp-schedule {name}")
+        for name in pipeline.SCHEDULES
+    }
+    return product(EXPERT_MESHES | EXPERT_TECHNIQUES | schedules, world)
+
+
+def product(named, world):
+    """{title: (ranks, flags)} on up to `world` ranks, with each accumulation that fits."""
     cases = {}
-    for name, (ranks, flags) in (MESHES | TECHNIQUES | SCHEDULES).items():
+    for name, (ranks, flags) in named.items():
         # a part of the batch must hold a sequence, and a microbatch for each stage of a pipeline
         least = 8 if "DualPipeV" in name and "pp4" in name else 4 if "pp" in name else 1
         fitting = [n for n in (1, 2, 4) if 8 // data_ranks(flags) // n >= least]
@@ -234,8 +295,7 @@ def all_cases(world, only=""):
             for loss in ("", " --no-loss-parallel") if both else ("",):
                 title = f"{name}{', loss gathered' if loss else ''}, accumulation {accumulation}"
                 full = with_accumulation(flags + loss, data_ranks(flags), accumulation)
-                if re.search(only, title):
-                    cases[title] = (ranks, full)
+                cases[title] = (ranks, full)
     return cases
 
 
@@ -248,25 +308,26 @@ def main():
     parser.add_argument("--flags", default="", help="of train.py, for the one process as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    cases = all_cases(args.world, args.only)
-    if not cases:
-        parser.error(f"--only {args.only} names no case of --world {args.world}")
-    common = {"dtype": args.dtype, "steps": args.steps, "common": args.flags}
-    table = run_matrix(cases, **common, timeout_s=3600)
-    width = max(map(len, table))
-    print(f"{args.dtype}, {args.steps} steps, against one process; worst relative errors")
-    print(f"{'':{width}}  weights 0      loss      norm     grads   weights")
-    failed = 0
-    for name, e in table.items():
-        ok = is_equal(e, args.dtype)
-        failed += not ok
-        print(
-            f"{name:{width}}  {'equal' if e['weights 0'] else 'DIFFER':>9}"
-            + "".join(f"{e[key]:10.1e}" for key in ("loss", "norm", "grads", "weights"))
-            + ("" if ok else "   <- FAILED")
-        )
-    print(f"{len(table) - failed} equal, {failed} failed")
-    sys.exit(failed > 0)
+    n_cases = n_failed = 0
+    for cases, common in ((all_cases(args.world), ""), (expert_cases(args.world), EXPERTS)):
+        cases = {name: case for name, case in cases.items() if re.search(args.only, name)}
+        size = {"dtype": args.dtype, "steps": args.steps, "timeout_s": 3600}
+        table = run_matrix(cases, common=f"{common} {args.flags}", **size)
+        width = max(map(len, table), default=0)
+        print(f"{args.dtype}, {args.steps} steps, against one process; worst relative errors")
+        print(f"{common}\n{'':{width}}  weights 0      loss      norm     grads   weights  experts")
+        for name, e in table.items():
+            ok = is_equal(e, args.dtype)
+            n_failed += not ok
+            print(
+                f"{name:{width}}  {'equal' if e['weights 0'] else 'DIFFER':>9}"
+                + "".join(f"{e[key]:10.1e}" for key in ("loss", "norm", "grads", "weights"))
+                + f"{'equal' if e['experts'] else 'DIFFER':>9}"
+                + ("" if ok else "   <- FAILED")
+            )
+        n_cases += len(table)
+    print(f"{n_cases - n_failed} equal, {n_failed} failed")
+    sys.exit(n_failed > 0 or n_cases == 0)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,14 +15,40 @@ SMALL = ModelConfig(24, 3, 6, 2, 40, **model.LLAMA_3 | {"vocab_size": 51})
 
 def build_small(config=SMALL, *, seq_len=16, seed=3):
     transformer = Transformer(config, seq_len=seq_len).double()
+    draw = partial(model.draw_weight, config=config, seed=seed, device="cpu")
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():
-            parameter.copy_(
-                model.draw_weight(name, parameter.shape, config=config, seed=seed, device="cpu")
-            )
+            if ".experts." in name:
+                for number, expert in enumerate(parameter):
+                    expert.copy_(draw(f"{name}.{number}", expert.shape))
+                continue
+            parameter.copy_(draw(name, parameter.shape))
             if "norm" in name:  # ones would hide a norm that is left out
                 parameter.mul_(torch.linspace(0.5, 1.5, len(parameter)))
     return transformer
+
+
+def swiglu(h, w1, w2, w3):
+    gate = h @ w1.T
+    return (gate * torch.sigmoid(gate) * (h @ w3.T)) @ w2.T
+
+
+def reference_experts(w, h, config):
+    """One token through its experts, chosen by score + bias and weighted by score."""
+    logits = (w["moe.router.weight"] @ h).tolist()
+    scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+    if config.router_score == "softmax":
+        scores = [math.exp(logit) / sum(map(math.exp, logits)) for logit in logits]
+    ranking = sorted(range(config.n_experts), key=lambda e: -(scores[e] + w["moe.bias"][e].item()))
+    chosen = ranking[: config.top_k]
+    total = sum(scores[e] for e in chosen) if config.normalise_top_k else 1.0
+    y = 0.0
+    for e in chosen:
+        expert = swiglu(h, *(w[f"moe.experts.{name}"][e] for name in ("w1", "w2", "w3")))
+        y = y + config.routed_scale * scores[e] / total * expert
+    if config.n_shared_experts:
+        y = y + swiglu(h, *(w[f"moe.shared_expert.{name}.weight"] for name in ("w1", "w2", "w3")))
+    return y
 
 
 def reference_logits(weights, tokens, config):
@@ -61,28 +88,76 @@ def reference_logits(weights, tokens, config):
             heads.append(torch.stack(rows))
         x = x + torch.cat(heads, -1) @ w["attention.wo.weight"].T
         h = norm(x, w["ffn_norm.weight"])
-        gate = h @ w["feed_forward.w1.weight"].T
-        up = h @ w["feed_forward.w3.weight"].T
-        x = x + (gate * torch.sigmoid(gate) * up) @ w["feed_forward.w2.weight"].T
+        if "moe.bias" in w:
+            x = x + torch.stack([reference_experts(w, token, config) for token in h])
+        else:
+            x = x + swiglu(h, *(w[f"feed_forward.{name}.weight"] for name in ("w1", "w2", "w3")))
     return norm(x, weights["norm.weight"]) @ weights["output.weight"].T
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tied_embeddings": True}, {"qk_norm": True, "head_dim": 10, "rope_factor": 1.0}],
-    ids=["Llama", "tied", "Qwen3"],
+    [
+        {}, {"tied_embeddings": True}, {"qk_norm": True, "head_dim": 10, "rope_factor": 1.0},
+        {"n_experts": 5, "top_k": 3, "expert_dim": 16},
+        {"n_experts": 6, "top_k": 2, "expert_dim": 16, "n_shared_experts": 2, "n_dense_layers": 1,
+         "router_score": "sigmoid", "normalise_top_k": True, "routed_scale": 1.5},
+    ],
+    ids=["Llama", "tied", "Qwen3", "experts", "shared experts"],
 )
 def test_the_model_is_the_straight_line_one(changes):
     config = dataclasses.replace(SMALL, **changes)
     transformer = build_small(config)
     tokens = torch.randint(config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
-    weights = dict(transformer.named_parameters(remove_duplicate=False))
+    for block in transformer.layers.values():
+        if block.moe is not None:  # large enough to change choices
+            block.moe.bias.copy_(torch.linspace(-0.2, 0.2, config.n_experts))
+    weights = transformer.state_dict()
     with torch.no_grad():
         logits = transformer(tokens)
         for row in range(2):
             expected = reference_logits(weights, tokens[row].tolist(), config)
             # float64 throughout, but the RoPE table is float32: its rounding, 6e-8, is the bound
             assert (logits[row] - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_compute_alike_by_grouped_matmuls_and_one_by_one(dtype):
+    """float64 runs them one by one; with an expert that has no row, in both passes."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (10, 16), (3, 24, 16), (3, 16, 24), (3, 24, 16)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    results = []
+    for wide in (dtype, torch.float64):
+        rows, w1, w2, w3 = (t.to(wide, copy=True).requires_grad_() for t in tensors)
+        y = model.Experts.compute(rows, torch.tensor([4, 0, 6]), w1, w2, w3)
+        y.square().sum().backward()
+        results.append([y, rows.grad, w1.grad, w2.grad, w3.grad])
+    for narrow, right in zip(*results, strict=True):
+        # sums of a few dozen rounded products, relative to the largest of them
+        assert (narrow - right).abs().max() < 8 * torch.finfo(dtype).eps * right.abs().max()
+    assert all(grad[1].abs().max() == 0 for grad in results[0][2:])
+
+
+def test_a_forward_pass_leaves_the_counts_and_only_training_adds_them_up():
+    config = dataclasses.replace(SMALL, n_experts=4, top_k=2, expert_dim=8, n_dense_layers=2)
+    transformer, tokens = build_small(config), torch.arange(32).reshape(2, 16)
+    assert [block.moe is None for block in transformer.layers.values()] == [True, True, False]
+    moe = transformer.layers["2"].moe
+    transformer(tokens)
+    once = moe.load.clone()
+    assert once.sum() == 2 * 32 and torch.equal(once, moe.counts)
+    moe(torch.zeros(1, 3, 24, dtype=torch.float64))  # as a recomputation does
+    transformer(tokens)
+    assert torch.equal(moe.load, 2 * once)
+    with torch.no_grad():
+        transformer(tokens)
+    assert torch.equal(moe.load, 2 * once)
+    assert [name for name, _ in transformer.named_buffers()] == [
+        "rope", *(f"layers.2.moe.{name}" for name in ("bias", "counts", "load"))
+    ]  # fmt: skip
+    assert [name for name in transformer.state_dict() if "moe" in name][0] == "layers.2.moe.bias"
+    assert "layers.2.moe.load" not in transformer.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -97,6 +172,7 @@ def test_the_model_is_the_straight_line_one(changes):
         ("qwen3-0.6b", 596_049_920, None),
         ("qwen3-1.7b", 1_720_574_976, None),
         ("qwen3-8b", 8_190_735_360, None),
+        ("qwen3-30b-a3b", 30_532_122_624, None),
     ],
 )
 def test_parameters_and_flops_are_the_published_ones(name, parameters, flops_at_8192):
@@ -119,10 +195,24 @@ def test_every_switch_of_the_model_is_counted_and_has_weights_to_begin_with(name
     assert sum(p.numel() for p in transformer.parameters()) == model.count_parameters(config)
 
 
+def test_a_token_meets_some_of_the_experts():
+    """By hand, of the 30B of which 3.3B are active: 8 of 128 experts in 48 layers."""
+    config = MODELS["qwen3-30b-a3b"]
+    idle = 48 * (128 - 8) * 3 * 2048 * 768
+    assert model.count_parameters(config, active=True) == 30_532_122_624 - idle == 3_353_032_704
+    embeddings = 151936 * 2048
+    flops = 6 * (3_353_032_704 - embeddings) + 48 * 12 * 32 * 128 * 4096
+    assert model.flops_per_token(config, 4096) == flops
+    debug = MODELS["debug-moe"]
+    assert model.block_parameters(debug, 0) == model.block_parameters(MODELS["debug"], 0)
+    moe = model.block_parameters(debug, 1) - model.block_parameters(debug, 1, active=True)
+    assert moe == 6 * 3 * 256 * 256
+
+
 def test_a_block_and_the_head_of_the_8b_cost_what_their_shapes_say():
     """By hand, at 8,192 tokens: wq wo 2 x 4096^2, wk wv 2 x 4096 x 1024, w1 w2 w3, two norms."""
     block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
-    assert model.block_flops(MODELS["8b"], 8192) == 6 * block + 12 * 32 * 128 * 8192
+    assert model.block_flops(MODELS["8b"], 8192, 0) == 6 * block + 12 * 32 * 128 * 8192
     assert model.head_flops(MODELS["8b"]) == 6 * (128256 * 4096 + 4096)
 
 
@@ -183,6 +273,12 @@ def test_the_width_of_a_head_follows_from_dim_unless_it_is_set():
         assert config.head_dim == width, (name, settings)
         model.check_config(config)
     for settings, told in (
+        ("top_k=2", "top_k=2 conflicts with n_experts 0: only experts need it"),
+        ("n_experts=8 top_k=9 expert_dim=8", "top_k=9 conflicts .* at most 8"),
+        ("n_experts=8 top_k=2", "expert_dim=0 conflicts .* at least 1: try expert_dim=1"),
+        ("n_experts=-1", "n_experts=-1 conflicts"),
+        ("n_experts=8 top_k=2 expert_dim=8 n_dense_layers=7", "n_dense_layers=7 .* at most 6"),
+        ("n_experts=8 top_k=2 expert_dim=8 router_score=relu", "relu must be softmax or sigmoid"),
         ("head_dim=7", "head_dim=7 must be even"), ("head_dim=-2", "head_dim=-2 must be even"),
         ("dim=250", "dim=250 conflicts with n_heads 16: dim must be a multiple of 2 x n_heads"),
     ):  # fmt: skip
@@ -222,6 +318,10 @@ def test_weights_have_the_documented_distributions():
         "layers.0.attention.wo.weight": 0.02 / math.sqrt(2),
         "layers.2.feed_forward.w2.weight": 0.02 / math.sqrt(6),
         "layers.1.feed_forward.w3.weight": 0.02 / math.sqrt(4),
+        "layers.1.moe.router.weight": 0.02,
+        "layers.1.moe.experts.w1.7": 0.02,
+        "layers.1.moe.experts.w2.7": 0.02 / math.sqrt(4),
+        "layers.1.moe.shared_expert.w3.weight": 0.02 / math.sqrt(4),
         # a normal cut at 3 standard deviations has 0.9866 of its standard deviation left
         "output.weight": 0.9866 * 256**-0.5,
     }

@@ -386,7 +386,7 @@ def walk_through_a_step():
     with Collectives() as sent:
         loss, _ = train.gradients(job, tokens, tokens, **sizes)
         seen |= {"loss": tuple(loss.shape), "w1.grad": shape(feed_forward.w1.weight.grad)}
-        seen["grad norm"] = tuple(train.update(job, max_norm=1.0).shape)
+        seen["grad norm"] = tuple(train.update(job, max_norm=1.0)[0].shape)
     return seen, dict(sent.counts)
 
 
@@ -587,10 +587,10 @@ def test_flash_attention_3_is_taken_where_it_is_installed_on_an_h100(monkeypatch
     assert taken == ["FA3"]
 
 
-# ---- 4. Activation checkpointing ---------------------------------------------------------------
+# ---- 5. Activation checkpointing ---------------------------------------------------------------
 
 LAYERS = 4
-CONFIG = llama.ModelConfig(D, LAYERS, H, K, F, vocab_size=V)
+CONFIG = llama.ModelConfig(D, LAYERS, H, K, F, **llama.LLAMA_3 | {"vocab_size": V})
 
 
 def build_alone(mode, *, seq_len=16, dtype=torch.float32):
@@ -689,7 +689,7 @@ def test_every_second_block_is_chosen_by_its_global_number_on_any_stage():
         assert chosen == ["1", "3", "5"], n_stages
 
 
-# ---- 5. Regional compile and asynchronous tensor parallelism -----------------------------------
+# ---- 6. Regional compile and asynchronous tensor parallelism -----------------------------------
 
 
 def count_graphs(cases):
@@ -792,7 +792,7 @@ def test_async_tp_fuses_6_of_a_blocks_8_collectives_with_matmuls_and_2_with_roww
         assert graphs == list(map(dict, expected[technique])), technique
 
 
-# ---- 6. Fully sharded data parallelism ---------------------------------------------------------
+# ---- 7. Fully sharded data parallelism ---------------------------------------------------------
 
 
 def unit_numels(degree):
@@ -918,7 +918,7 @@ def test_bytes_held_per_rank_are_the_arithmetic_of_the_mesh(world_size):
                 assert n_bytes == pytest.approx(expected[rank], rel=0.01), (case, held)
 
 
-# ---- 7. Weights --------------------------------------------------------------------------------
+# ---- 8. Weights --------------------------------------------------------------------------------
 
 
 def test_after_materialise_the_rope_table_is_that_of_the_ranks_positions():
@@ -942,7 +942,7 @@ def test_two_layers_do_not_start_alike():
     assert abs(run_ranks(1, layers_differ)[0]) < 0.1  # of 1,536 pairs: 4 standard deviations
 
 
-# ---- 8. Gradient clipping ----------------------------------------------------------------------
+# ---- 9. Gradient clipping ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

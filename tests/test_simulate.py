@@ -131,6 +131,12 @@ MESHES = {
         # few weights, many tokens: gloo keeps copies of gradients while it reduces them
         "--dp-replicate 2 --cp 2 --ac full --loss-chunks 4 --local-batch-size 16 --set n_layers=2",
     ),
+    # two experts for a token, of two: loads are even, as a simulation takes them
+    "dp 2 x ep 2, bf16": (
+        2,
+        "--model debug-moe --ep 2 --local-batch-size 2 --param-dtype bf16 "
+        "--set n_experts=2 top_k=2",
+    ),
     "pp 2 x tp 2, interleaved, op": (
         4,
         "--pp 2 --tp 2 --pp-schedule Interleaved1F1B --ac op --reshard always",

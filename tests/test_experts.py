@@ -1,0 +1,300 @@
+"""Experts on every mesh: model.py §4 and parallel.py §4, where several files meet.
+
+The arithmetic of experts on one process is test_model.py's.
+"""
+
+import functools
+from contextlib import nullcontext
+from unittest import mock
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import make_job, metrics_of, run_ranks, train_on
+from test_parallel import Collectives
+
+import checkpoint
+import parallel
+import train
+import watch
+
+# ---- Every mesh trains as one process ----------------------------------------------------------
+
+
+def accumulated(flags, times=1):
+    degrees = [int(n) for f, n in zip(flags.split(), flags.split()[1:]) if f in AXES]  # noqa: B905
+    ranks = functools.reduce(lambda a, b: a * b, degrees, 1)
+    return ranks, parity.with_accumulation(flags, parity.data_ranks(flags), times)
+
+
+AXES = "--pp --dp-replicate --dp-shard --cp --tp".split()
+CASES = {  # each factor once
+    flags: accumulated(flags)
+    for flags in (
+        "--dp-shard 2", "--dp-shard 2 --ep 2", "--tp 2", "--tp 2 --ep 2", "--cp 2 --ep 2",
+        "--dp-replicate 2", "--pp 2 --pp-schedule ZBVZeroBubble",
+        "--dp-shard 2 --ep 2 --ac op", "--tp 2 --ep 2 --ac op", "--tp 2 --ep 2 --ac full",
+        "--dp-shard 2 --ep 2 --ac 2", "--dp-shard 2 --ep 2 --reshard always",
+        "--dp-shard 2 --ep 2 --cpu-offload",
+        "--dp-shard 4 --ep 4", "--dp-shard 2 --tp 2 --ep 2", "--cp 2 --tp 2 --ep 4",
+        "--pp 2 --dp-shard 2 --ep 2", "--pp 2 --tp 2 --ep 2",
+        "--dp-replicate 2 --dp-shard 2 --ep 2", "--dp-replicate 2 --dp-shard 2",
+    )
+} | {
+    f"{flags}, accumulated": accumulated(flags, 2)
+    for flags in ("--dp-shard 2 --ep 2", "--pp 2")
+}  # fmt: skip
+FEW = {flags: accumulated(flags) for flags in ("--dp-shard 4", "--dp-shard 2 --tp 2 --ep 2")}
+LAUNCHES = [
+    (common, {name: case for name, case in cases.items() if case[0] == ranks})
+    for common, cases in ((parity.EXPERTS, CASES), (parity.FEW_EXPERTS, FEW))
+    for ranks in sorted({ranks for ranks, _ in cases.values()})
+]
+
+
+@functools.cache
+def run_launch(i):
+    """{case: errors against one process} of LAUNCHES[i]; what stopped it, if anything, once."""
+    common, cases = LAUNCHES[i]
+    try:
+        return parity.run_matrix(cases, dtype="fp64", steps=5, common=common)
+    except AssertionError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("i", "name"),
+    [pytest.param(i, name, id=name) for i, launch in enumerate(LAUNCHES) for name in launch[1]],
+)
+def test_every_mesh_trains_experts_as_one_process(i, name):
+    errors = run_launch(i)
+    if isinstance(errors, AssertionError):
+        raise errors
+    assert parity.is_equal(errors[name], "fp64"), errors[name]
+
+
+@pytest.mark.soak
+def test_the_full_product_trains_experts_as_one_process():
+    size = {"dtype": "fp64", "steps": 5, "timeout_s": 3600}
+    table = parity.run_matrix(parity.expert_cases(8), common=parity.EXPERTS, **size)
+    assert [name for name, e in table.items() if not parity.is_equal(e, "fp64")] == []
+
+
+def test_the_cases_hold_a_full_an_empty_and_an_idle_expert():
+    """What the runs above meet on one process: every token's first choice, and two of nobody."""
+    result = run_ranks(1, parity.run_case, f"--local-batch-size 8 {parity.EXPERTS}", "fp64", 2)[0]
+    rows = 8 * 32 * 2  # sequences, tokens, k
+    for loads in result["loads"]:
+        assert loads.keys() == {"1", "2"}
+        for load in loads.values():
+            assert sum(load) == rows and load[1] == rows // 2 and load[6:] == [0, 0]
+
+
+# ---- What ep alone shows -----------------------------------------------------------------------
+
+SMALL = (
+    "--model debug-moe --set dim=32 n_layers=2 n_heads=4 n_kv_heads=2 ffn_dim=48 vocab_size=300 "
+    "expert_dim=16 --seq-len 32 --local-batch-size 2 --log-every 1 --data text"
+)
+
+
+def loads_of(cases):
+    """[(rows of each expert on this rank, all-to-alls)] of two accumulated passes of training."""
+    compile_blocks = functools.partial(parallel.apply_compile, backend="aot_eager")
+    found = []
+    for flags in cases:
+        with mock.patch.object(parallel, "apply_compile", compile_blocks):
+            args, job = make_job(f"{SMALL} --param-dtype bf16 {flags}")
+        ((_, moe),) = parity.find_experts(job)
+        batch = parity.make_batches(1, n_sequences=2, seq_len=32, vocab_size=300)[0]
+        with nullcontext() if args.compile else Collectives() as sent:
+            train.gradients(job, *batch, local_batch_size=1)
+        counts = sent.counts.items() if sent else ()
+        n_sent = sum(n for (name, _), n in counts if name == "all_to_all_single")
+        found.append((moe.load.tolist(), n_sent))
+        train.evaluate(job, Batch(*batch), seq_len=32, local_batch_size=1, val_steps=1)
+        assert moe.load.tolist() == found[-1][0], "an evaluation counts nothing"
+    return found
+
+
+class Batch:
+    """A batch in place of a text, for an evaluation."""
+
+    def __init__(self, inputs, labels):
+        self.tokens = torch.cat([inputs.flatten(), labels[-1, -1:].clamp(min=0)]).numpy()
+
+    def n_windows(self, seq_len):
+        return 2
+
+    n_tokens = property(lambda self: len(self.tokens))
+
+    def read(self, start, count):
+        return self.tokens[start : start + count]
+
+
+def test_recomputation_and_compiled_blocks_count_what_a_plain_step_does():
+    """Two accumulated passes of 32 tokens with 2 experts each; biases would hide a factor of 2."""
+    cases = ["", "--ac op", "--ac full", "--compile", "--compile --ac op"]
+    for found in run_ranks(2, loads_of, [f"--dp-shard 2 --ep 2 {case}" for case in cases]):
+        loads, exchanges = zip(*found, strict=True)
+        assert sum(loads[0]) == 2 * 32 * 2
+        assert all(load == loads[0] for load in loads), loads
+        # a pass: counts, rows there and back, and two gradients; `full` does the first three anew
+        assert exchanges[:3] == (2 * 5, 2 * 5, 2 * 8)
+
+
+def drift(step_of_check):
+    """Rank 1's bias loses a bit of its last place."""
+    args, job = make_job(f"{SMALL} --dp-shard 2 --ep 2")
+    ((_, moe),) = parity.find_experts(job)
+    shared = [*job.weights, *job.biases]
+    inputs = torch.zeros(2, 32, dtype=torch.int64)
+    watch.check_ranks(step_of_check, inputs, dist.get_rank(), shared)
+    moe.bias[3] += 1e-30 * dist.get_rank()
+    with pytest.raises(watch.TrainingError) as error:
+        watch.check_ranks(step_of_check, inputs, dist.get_rank(), shared)
+    return str(error.value)
+
+
+def test_a_bias_that_drifted_is_named():
+    for text in run_ranks(2, drift, 4):
+        assert "ranks [1] differ from [0] in weight layers.1.moe.bias" in text
+
+
+@pytest.mark.parametrize(
+    "world, flags, told",
+    [
+        (2, "--model debug --ep 2", "--ep 2 conflicts with a model without experts"),
+        (3, "--ep 3", "--ep 3 must divide n_experts = 8: .* try --ep 1$"),
+        (2, "--ep 4", "--ep 4 must divide --dp-shard x --cp x --tp = 2: .* try --ep 1 or 2$"),
+        (2, "--pp 2 --ep 2", "--ep 2 must divide --dp-shard x --cp x --tp = 1"),
+        (1, "--set expert_dim=20", "expert_dim=20 conflicts .* rows of 16 bytes .*=16 or 24"),
+        (3, "--set expert_dim=24", "3 ranks .* to shard 8 experts each, of dim 256.* try --ep 1"),
+        (1, "--compile", "--compile, and a simulation, conflict with experts in .* fp32"),
+        (2, "--tp 2 --set ffn_dim=7", "--tp 2 must divide ffn_dim 7"),
+        (3, "--tp 3 --set n_heads=3 n_kv_heads=3 dim=96 ffn_dim=9", "must divide n_shared_experts"),
+        (1, "--model debug --balance-speed 0.1", "--balance-speed 0.1 would do nothing"),
+    ],
+)
+def test_experts_that_do_not_fit_the_mesh_are_refused(world, flags, told):
+    with pytest.raises(ValueError, match=told):
+        train.read_flags(
+            f"--model debug-moe {flags}".split(), train.Hardware("cpu", None, 0, None), world
+        )
+
+
+def test_any_expert_dim_runs_in_float64():
+    flags = "--model debug-moe --set expert_dim=20 --param-dtype fp64 --reduce-dtype fp64"
+    train.read_flags(flags.split(), train.Hardware("cpu", None, 0, None), 1)
+
+
+# ---- The program -------------------------------------------------------------------------------
+
+
+def level():
+    """(loads, bias before, bias after, told) of one call of balance; then what many calls tell."""
+    args, job = make_job(f"{SMALL} --local-batch-size 8")
+    ((_, moe),) = parity.find_experts(job)
+    moe.bias[1] = 0.1  # sigmoids of an untrained router lie near a half
+    ((inputs, labels),) = parity.make_batches(1, n_sequences=8, seq_len=32, vocab_size=300)
+    told = []
+    for _ in range(80):
+        before = moe.bias.clone()
+        train.gradients(job, inputs, labels, local_batch_size=8)
+        loads = moe.load.clone()
+        told.append(parallel.balance(job.stages, job.mesh, balance_speed=0.002).item())
+        if len(told) == 1:
+            first = loads, before, moe.bias.clone(), moe.load.clone()
+    return *first, told
+
+
+def test_a_bias_moves_against_its_load_until_loads_are_level():
+    loads, before, after, left, told = run_ranks(1, level)[0]
+    mean = 8 * 32 * 2 / 8
+    assert loads.sum() == 8 * mean and not left.any()
+    for load, old, new in zip(loads.tolist(), before.tolist(), after.tolist(), strict=True):
+        moved = -0.002 if load > mean else 0.002 if load < mean else 0.0
+        assert new == pytest.approx(old + moved, abs=1e-7)
+    assert told[0] == pytest.approx(loads.max().item() / mean) == 4.0  # every token's first choice
+    # 0.03 is the spread of the scores: a step of 0.002 moves a few of the 512 rows
+    assert max(told[-5:]) < 1.5
+
+
+def test_a_run_tells_the_load_of_its_experts(folder):
+    output = train_on(2, f"{SMALL} --ep 2 --steps 3 --out told", folder)
+    rows = metrics_of(folder, "told")
+    assert [f"load {row['expert_load']:.2f}" in output for row in rows] == [True] * 3
+    assert all(1 <= row["expert_load"] <= 4 for row in rows)  # 2 of 8 experts for a token
+    train_on(1, "--steps 1 --out dense", folder)
+    assert "expert_load" not in metrics_of(folder, "dense")[0]
+
+
+# ---- Checkpoints -------------------------------------------------------------------------------
+
+WIDE = "--param-dtype fp64 --reduce-dtype fp64 --lr 0.01 --balance-speed 0.02 --ac 2"
+
+
+def build_wide(flags):
+    torch.set_default_dtype(torch.float64)
+    return make_job(f"{SMALL} {WIDE} --global-batch-size 4 {flags}")
+
+
+def whole_state(job):
+    """{key: whole tensor} of weights, moments and biases."""
+    state = checkpoint.build_state(job.stages, job.optimizer)
+    return {key: parallel.whole_tensor(tensor).detach().clone() for key, tensor in state.items()}
+
+
+def one_step(args, job, seed):
+    """[loss, gradient norm, largest load over the mean] of a step on a batch of its own."""
+    batches = parity.make_batches(seed, n_sequences=4, seq_len=32, vocab_size=300)[-1]
+    n, rank = job.mesh["data"].size(), job.mesh["data"].get_local_rank()
+    mine = (whole.chunk(n)[rank] for whole in batches)
+    sizes = {"local_batch_size": args.local_batch_size, "max_norm": 1.0}
+    stats = watch.Stats(*train.train_step(job, *mine, **sizes).tolist())
+    return [stats.loss, stats.grad_norm, stats.expert_load]
+
+
+def save_step(folder, flags):
+    """(the state saved after a step, what the next step tells)"""
+    args, job = build_wide(flags)
+    one_step(args, job, 1)
+    saver = checkpoint.Checkpointer(folder, mode="sync", keep_latest=0)
+    saver.save(1, job.stages, job.optimizer, {"step": 1})
+    saver.close()
+    return whole_state(job), one_step(args, job, 2)
+
+
+def load_step(folder, flags):
+    """The same of a job that loads it."""
+    args, job = build_wide(flags)
+    checkpoint.load_checkpoint(folder, 1, job.stages, job.optimizer, shapes=job.shapes)
+    return whole_state(job), one_step(args, job, 2)
+
+
+def test_a_checkpoint_goes_on_at_any_other_ep_and_back(tmp_path):
+    """States bit for bit; the next step within float64's rounding."""
+    pairs = [
+        ((4, "--dp-shard 4 --ep 4 --local-batch-size 1"), "ep4", [
+            (4, "--dp-shard 4 --ep 2 --local-batch-size 1"), (4, "--pp 2 --tp 2 --ep 1"),
+            (4, "--pp 2 --tp 2 --ep 2"), (2, "--cp 2 --ep 2"), (1, ""),
+        ]),
+        ((1, ""), "one", [(4, "--dp-shard 4 --ep 4 --local-batch-size 1"), (2, "--tp 2 --ep 2")]),
+    ]  # fmt: skip
+    for (ranks, flags), name, others in pairs:
+        saved, told = run_ranks(ranks, save_step, tmp_path / name, flags)[0]
+        assert {key.split(".")[-1] for key in saved if "moe" in key} == {
+            "bias", "weight", "w1", "w2", "w3", "exp_avg", "exp_avg_sq", "step"
+        }  # fmt: skip
+        assert saved["model.layers.1.moe.bias"].any()
+        for ranks, flags in others:
+            loaded, tells = {}, set()
+            for state, tell in run_ranks(ranks, load_step, tmp_path / name, flags):
+                loaded |= state
+                tells.add(tuple(tell))
+            assert loaded.keys() == saved.keys()
+            differing = [key for key in saved if not torch.equal(saved[key], loaded[key])]
+            assert differing == [], (name, flags)
+            (tell,) = tells
+            assert tell == pytest.approx(told, rel=1e-12), (name, flags)
