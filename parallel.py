@@ -340,7 +340,8 @@ def apply_tp(
             plan |= {"attention.q_norm": heads, "attention.k_norm": heads}
         parallelize_module(block, tp_mesh, plan)
     stage.tie_embeddings()  # parallelize_module gave each its own DTensor
-    whole = [name for name, weight in stage.named_parameters() if not isinstance(weight, DTensor)]
+    left = [(n, w) for n, w in stage.named_parameters() if ".experts." not in n]  # are apply_ep's
+    whole = [name for name, weight in left if not isinstance(weight, DTensor)]
     assert not whole, f"apply_tp's plan has no style for {', '.join(whole)}: a new module needs one"
 
 
