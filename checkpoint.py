@@ -75,7 +75,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # What we borrow: names that torch or torchao keep private, and why no public one will do.
 #     torch.distributed.tensor.DTensor._spec    mesh and placements, for a copy in host memory
@@ -668,6 +668,12 @@ HUGGINGFACE_MODULES = {
     "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }  # fmt: skip
+QWEN_EXPERTS = {  # {} is an expert's number: in the files each has tensors of its own
+    "moe.router": "mlp.gate", "moe.experts.w1": "mlp.experts.{}.gate_proj",
+    "moe.experts.w2": "mlp.experts.{}.down_proj", "moe.experts.w3": "mlp.experts.{}.up_proj",
+}  # fmt: skip
+MIXTRAL_EXPERTS = {"moe.router": "block_sparse_moe.gate"}
+MIXTRAL_EXPERTS |= {f"moe.experts.w{i}": f"block_sparse_moe.experts.{{}}.w{i}" for i in (1, 2, 3)}
 HUGGINGFACE_FIELDS = {
     "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size", "vocab_size": "vocab_size",
@@ -681,25 +687,51 @@ class Family(NamedTuple):
     """Models that one class of transformers holds; its `model_type` is the key in FAMILIES."""
 
     architecture: str  # the class
-    selected_by: dict  # our fields, with what they say in this family and in no other
+    qk_norm: bool  # with the next: what selects the family
+    has_experts: bool
     fixed: dict  # what its config.json may say and model.py does not ask, since it is always so
     defaults: dict  # of its class, where a config.json is silent
+    modules: dict = HUGGINGFACE_MODULES  # {our name: its name}
+    fields: dict = HUGGINGFACE_FIELDS  # {our field: its field}
+    needs: dict = {}  # our fields that it has not, and the one value that it stands for
 
 
+QWEN_FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+EXPERT_NEEDS = {"n_shared_experts": 0, "n_dense_layers": 0, "router_score": "softmax"}
+EXPERT_NEEDS |= {"routed_scale": 1.0}
 FAMILIES = {
     "llama": Family(
-        "LlamaForCausalLM",
-        selected_by={"qk_norm": False},
+        "LlamaForCausalLM", qk_norm=False, has_experts=False,
         fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
         defaults=DEFAULTS,
     ),
     "qwen3": Family(
-        "Qwen3ForCausalLM",
-        selected_by={"qk_norm": True},
-        fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+        "Qwen3ForCausalLM", qk_norm=True, has_experts=False, fixed=QWEN_FIXED,
         defaults=DEFAULTS | {"head_dim": 128},
     ),
-}
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", qk_norm=True, has_experts=True,
+        fixed=QWEN_FIXED | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        defaults=DEFAULTS | {"norm_topk_prob": False},
+        modules=HUGGINGFACE_MODULES | QWEN_EXPERTS,
+        fields=HUGGINGFACE_FIELDS | {
+            "n_experts": "num_experts", "top_k": "num_experts_per_tok",
+            "expert_dim": "moe_intermediate_size", "normalise_top_k": "norm_topk_prob",
+        },
+        needs=EXPERT_NEEDS,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM", qk_norm=False, has_experts=True,
+        fixed={"hidden_act": "silu", "sliding_window": None},
+        defaults=DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        modules=HUGGINGFACE_MODULES | MIXTRAL_EXPERTS,
+        fields=HUGGINGFACE_FIELDS | {  # the last takes the place of ffn_dim
+            "n_experts": "num_local_experts", "top_k": "num_experts_per_tok",
+            "expert_dim": "intermediate_size",
+        },
+        needs=EXPERT_NEEDS | {"normalise_top_k": True},
+    ),
+}  # fmt: skip
 # of runs that are older than these fields
 OLDER = {"qk_norm": False, "n_experts": 0, "top_k": 0, "expert_dim": 0, "n_shared_experts": 0}
 OLDER |= {"n_dense_layers": 0, "router_score": "softmax", "normalise_top_k": False}
@@ -713,16 +745,27 @@ def read_model(path) -> dict:
 
 
 def family_of(config) -> str:
-    """The key in FAMILIES of the family that has the config's fields."""
-    return next(
-        name for name, family in FAMILIES.items() if family.selected_by.items() <= config.items()
-    )
+    """The key in FAMILIES of the family that the config belongs to; ValueError if it has more."""
+    kind = config["qk_norm"], config["n_experts"] > 0
+    name = next(n for n, f in FAMILIES.items() if (f.qk_norm, f.has_experts) == kind)
+    for field, value in FAMILIES[name].needs.items():
+        if config[field] != value:
+            raise ValueError(
+                f"--set {field}={config[field]} conflicts with Hugging Face's {name}, the family "
+                f"of this model, which has {field}={value}: its files have no place for it; use "
+                "checkpoints of this program, or export --format torch"
+            )
+    return name
 
 
-def huggingface_name(name) -> str:
-    """layers.7.attention.wq.weight -> model.layers.7.self_attn.q_proj.weight"""
-    block, module = re.fullmatch(r"(layers\.\d+\.|)(.+)\.weight", name).groups()
-    theirs = HUGGINGFACE_MODULES[module]  # of a block, or with its whole name
+def huggingface_name(name, family="llama") -> str:
+    """layers.7.attention.wq.weight -> model.layers.7.self_attn.q_proj.weight
+
+    layers.7.moe.experts.w1.5, expert 5 of it -> model.layers.7.mlp.experts.5.gate_proj.weight
+    """
+    pattern = r"(layers\.\d+\.|)(.+)\.(?:weight|(\d+))"
+    block, module, number = re.fullmatch(pattern, name).groups()
+    theirs = FAMILIES[family].modules[module].format(number)  # of a block, or with its whole name
     return f"model.{block}{theirs}.weight" if block else f"{theirs}.weight"
 
 
@@ -730,7 +773,7 @@ def config_to_huggingface(config) -> dict:
     """What config.json says of a ModelConfig; transformers 4 and 5 both read this spelling."""
     name = family_of(config)
     c = {"model_type": name} | FAMILIES[name].fixed | {"rope_scaling": None}
-    c |= {theirs: config[ours] for ours, theirs in HUGGINGFACE_FIELDS.items()}
+    c |= {theirs: config[ours] for ours, theirs in FAMILIES[name].fields.items()}
     if config["rope_factor"] != 1.0:
         c["rope_scaling"] = {
             "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -747,6 +790,8 @@ def flatten_config(c, family) -> dict:
     rope = c.pop("rope_scaling", None) or c.pop("rope_parameters", None) or {}
     # and before 4.45 it called the kind `type`
     rope = {"rope_type" if key == "type" else key: value for key, value in rope.items()}
+    if "n_experts" in family.fields and "num_local_experts" in c:  # Qwen's, in transformers 5
+        c[family.fields["n_experts"]] = c["num_local_experts"]
     # absent or null where they follow from others
     n_heads = c.get("num_attention_heads")
     if c.get("num_key_value_heads") is None:
@@ -754,6 +799,31 @@ def flatten_config(c, family) -> dict:
     if c.get("head_dim") is None and n_heads:
         c["head_dim"] = c.get("hidden_size", 0) // n_heads
     return c | {"rope_scaling": None, "rope_type": "default", "factor": 1.0} | rope
+
+
+def held_range(tensor, dim):
+    """Which indices of `dim` this rank holds of an evenly split DTensor: a range."""
+    held = range(tensor.shape[dim])
+    axes = list(enumerate(tensor.placements)) if isinstance(tensor, DTensor) else []
+    for axis, placement in reversed(axes):  # the innermost axis has cut first
+        if not placement.is_replicate() and placement.dim == dim:
+            n = len(held) // tensor.device_mesh.size(axis)
+            first = n * tensor.device_mesh.get_local_rank(axis)
+            held = held[first : first + n]
+    return held
+
+
+def split_experts(name, tensor):
+    """{name.5: expert 5} of those in (E, out, in) that this rank holds, the same memory."""
+    parts = zip(held_range(tensor, 0), local_tensor(tensor), strict=True)
+    if not isinstance(tensor, DTensor):
+        return {f"{name}.{number}": part for number, part in parts}
+    # an expert whose rows are cut stays so; that other ranks have other experts, it need not know
+    is_cut = [not p.is_replicate() and p.dim == 1 for p in tensor.placements]
+    where = {"device_mesh": tensor.device_mesh, "run_check": False}
+    where["placements"] = [Shard(0) if cut else Replicate() for cut in is_cut]
+    where |= {"shape": tensor.shape[1:], "stride": tensor.stride()[1:]}
+    return {f"{name}.{number}": DTensor.from_local(part, **where) for number, part in parts}
 
 
 # ---- 6. Weights to start from ------------------------------------------------------------------
@@ -784,6 +854,22 @@ def check_init_from(path, config) -> Path:
     return folder
 
 
+def to_huggingface(tensors, family):
+    """{key of build_state: tensor, or its full shape} under a family's names, expert by expert."""
+    renamed = {}
+    for key, tensor in tensors.items():
+        name, parts = key.removeprefix("model."), {}
+        if ".experts." not in name:
+            parts[name] = tensor
+        elif isinstance(tensor, torch.Tensor):
+            parts = split_experts(name, tensor)
+        else:
+            parts = {f"{name}.{number}": tensor[1:] for number in range(tensor[0])}
+        if not name.endswith("moe.bias"):  # which no family has, so that it is zero
+            renamed |= {huggingface_name(part, family): parts[part] for part in parts}
+    return renamed
+
+
 def load_weights(path, stages, *, shapes) -> None:
     """Read the weights of --init-from PATH, in place, on whatever mesh this is.
 
@@ -791,14 +877,11 @@ def load_weights(path, stages, *, shapes) -> None:
     shapes     {parameter name: full shape} of the whole model, the same on all ranks.
     Raises:    ValueError, the same on all ranks: another model, or unreadable files.
     """
-    is_huggingface = (Path(path) / "config.json").is_file()
-
-    def stored_name(name):
-        return huggingface_name(name) if is_huggingface else f"model.{name}"
-
     state = build_state(stages, None)
-    state = {stored_name(key.removeprefix("model.")): tensor for key, tensor in state.items()}
-    wanted = {stored_name(name): tuple(shape) for name, shape in shapes.items()}
+    wanted = {f"model.{name}": tuple(shape) for name, shape in shapes.items()}
+    if (Path(path) / "config.json").is_file():
+        family = read_json(Path(path) / "config.json")["model_type"]
+        state, wanted = (to_huggingface(tensors, family) for tensors in (state, wanted))
     # the second copy of a tied weight, and what model.py computes
     ignored = r"optimizer\..+|lm_head\.weight|.+\.rotary_emb\.inv_freq"
     try:
@@ -864,19 +947,27 @@ def export_huggingface(folder, model, flags, *, shapes, read, dtype):
     check_safetensors("--format hf")
     from safetensors.torch import save_file
 
+    config = config_to_huggingface(model)
+    biases = [name for name in shapes if name.endswith("moe.bias")]
+    if biases and any(bias.any() for bias in read(biases).values()):
+        raise ValueError(
+            f"--format hf conflicts with {biases[0]}, which --balance-speed has moved: the files "
+            f"of {config['model_type']} have no place for it, and without it other experts would "
+            "be chosen; train with --balance-speed 0, or export --format torch"
+        )
     parts, total_size, weight_map = defaultdict(list), 0, {}
-    for name in sorted(shapes):
+    for name in sorted(shapes.keys() - {*biases}):
         parts[total_size // SAFETENSORS_BYTES].append(name)
         total_size += math.prod(shapes[name]) * dtype.itemsize
     for i, names in enumerate(parts.values(), start=1):
         file = f"model-{i:05d}-of-{len(parts):05d}.safetensors"
-        weights = {huggingface_name(name): tensor for name, tensor in read(names).items()}
+        weights = to_huggingface(read(names), config["model_type"])
         save_file(weights, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(0o644)  # safetensors lets nobody else read it
         weight_map |= dict.fromkeys(weights, file)
         print(file, flush=True)
     ids = export_tokenizer(flags["tokenizer"], folder)
-    config = config_to_huggingface(model) | ids
+    config |= ids
     config["architectures"] = [FAMILIES[config["model_type"]].architecture]
     config["torch_dtype"] = str(dtype).split(".")[1]
     stretched_len = int(model["rope_original_seq_len"] * model["rope_factor"])

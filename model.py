@@ -104,7 +104,7 @@ MODELS = {
     "qwen3-0.6b": ModelConfig(1024, 28, 16, 8, 3072, tied_embeddings=True, **QWEN_3),
     "qwen3-1.7b": ModelConfig(2048, 28, 16, 8, 6144, tied_embeddings=True, **QWEN_3),
     "qwen3-8b": ModelConfig(4096, 36, 32, 8, 12288, **QWEN_3),
-    # with experts; ffn_dim of the second is what its dense layers would have, if it had any
+    # with experts; ffn_dim is what dense layers have, of which the last two have none
     "debug-moe": ModelConfig(
         256, 6, 16, 16, 768, **LLAMA_3 | {"vocab_size": 2048}, n_experts=8, top_k=2, expert_dim=256,
         n_shared_experts=1, n_dense_layers=1, router_score="sigmoid", normalise_top_k=True,
@@ -112,6 +112,10 @@ MODELS = {
     "qwen3-30b-a3b": ModelConfig(
         2048, 48, 32, 4, 6144, **QWEN_3, n_experts=128, top_k=8, expert_dim=768,
         normalise_top_k=True,
+    ),
+    "mixtral-8x7b": ModelConfig(
+        4096, 32, 32, 8, 14336, vocab_size=32000, rope_theta=1e6, n_experts=8, top_k=2,
+        expert_dim=14336, normalise_top_k=True,
     ),
 }  # fmt: skip
 

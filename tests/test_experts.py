@@ -11,7 +11,7 @@ import parity
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import make_job, metrics_of, run_ranks, train_on
+from ranks import make_job, metrics_of, run_program, run_ranks, train_on
 from test_parallel import Collectives
 
 import checkpoint
@@ -298,3 +298,117 @@ def test_a_checkpoint_goes_on_at_any_other_ep_and_back(tmp_path):
             assert differing == [], (name, flags)
             (tell,) = tells
             assert tell == pytest.approx(told, rel=1e-12), (name, flags)
+
+
+# ---- Hugging Face ------------------------------------------------------------------------------
+
+TINY_FIELDS = "dim=32 n_layers=2 n_heads=4 n_kv_heads=2 ffn_dim=48 vocab_size=300 expert_dim=16"
+FAMILIES = {  # model_type: (the program's flags, what transformers' config says beside them)
+    "qwen3_moe": (
+        f"--model qwen3-30b-a3b --set {TINY_FIELDS} head_dim=8 top_k=2",
+        {"moe_intermediate_size": 16, "intermediate_size": 48,
+         "norm_topk_prob": True, "head_dim": 8, "rms_norm_eps": 1e-6},
+    ),
+    "mixtral": (
+        f"--model mixtral-8x7b --set {TINY_FIELDS}",
+        {"intermediate_size": 16, "sliding_window": None,
+         "rms_norm_eps": 1e-5},
+    ),
+}  # fmt: skip
+
+
+def write_theirs(family, folder, n_experts):
+    """(transformers' model with random weights that move every logit, its files' tensors)"""
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    config = transformers.AutoConfig.for_model(
+        family, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=300, num_experts_per_tok=2, rope_theta=1e6, tie_word_embeddings=False,
+        num_local_experts=n_experts, **FAMILIES[family][1],
+    )  # fmt: skip
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator) * 0.3
+            parameter.copy_(1 + drawn if "norm" in name else drawn)
+    theirs.save_pretrained(folder)
+    return theirs, load_file(folder / "model.safetensors")
+
+
+@torch.no_grad()
+def logits_from(folder, flags):
+    """Of the job that --init-from makes of a folder; None on ranks without the last stage."""
+    args, job = make_job(f"{flags} --seq-len 32 --init-from {folder} --out {folder}/none")
+    train.load(job, folder / "none", 0, init_from=args.init_from)
+    x, pp = torch.arange(64).reshape(2, 32) * 37 % 300, job.mesh["pp"]
+    if pp.get_local_rank() == 1:
+        x = torch.empty(2, 32, 32)
+        dist.recv(x, group=pp.get_group(), group_src=0)
+    x = job.stages[0](x)
+    if pp.size() > 1 and pp.get_local_rank() == 0:
+        dist.send(x, group=pp.get_group(), group_dst=1)
+        return None
+    return x
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_computes_the_same_logits_on_every_mesh(family, tmp_path):
+    theirs, files = write_theirs(family, tmp_path / "hf", 4)
+    expert = {"qwen3_moe": "mlp.experts.3.gate_proj", "mixtral": "block_sparse_moe.experts.3.w1"}
+    assert files[f"model.layers.1.{expert[family]}.weight"].shape == (16, 32)
+    with torch.no_grad():
+        expected = theirs(torch.arange(64).reshape(2, 32) * 37 % 300).logits
+    for ranks, mesh in (
+        (1, ""), (2, "--tp 2 --no-loss-parallel"), (2, "--pp 2"), (2, "--dp-shard 2 --ep 2"),
+    ):  # fmt: skip
+        flags = f"{FAMILIES[family][0]} {mesh} --set n_experts=4"
+        found = [x for x in run_ranks(ranks, logits_from, tmp_path / "hf", flags) if x is not None]
+        for logits in found:  # float32 sums of a few dozen products; logits are of order 10
+            assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4), (mesh, logits - expected)
+        assert found
+
+
+@pytest.mark.parametrize(
+    "family, n_experts, mesh",
+    [("qwen3_moe", 4, "--dp-shard 4 --ep 2"), ("qwen3_moe", 4, "--pp 2 --tp 2 --ep 2"),
+     ("mixtral", 2, "--dp-shard 2 --tp 2"), ("qwen3_moe", 2, "--dp-shard 4 --ep 2")],
+)  # fmt: skip
+def test_in_and_out_again_is_the_same_to_the_bit(family, n_experts, mesh, tmp_path, folder):
+    """A step of a vanishing learning rate between; 2 experts are cut, 4 are whole on a rank."""
+    from safetensors.torch import load_file
+
+    theirs, files = write_theirs(family, tmp_path / "hf", n_experts)
+    flags = f"{FAMILIES[family][0]} --set n_experts={n_experts} {mesh} --seq-len 32 --data text "
+    flags += f"--init-from {tmp_path / 'hf'} --steps 1 --lr 1e-300 --balance-speed 0"
+    codes, outputs = run_program(4, f"{flags} --out {tmp_path / 'run'}", cwd=folder)
+    assert codes == [0] * 4, outputs
+    source = ["export", "--from", str(tmp_path / "run"), "--to"]
+    checkpoint.main([*source, str(tmp_path / "out")])
+    written = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        written |= load_file(path)
+    assert written.keys() == files.keys()
+    assert max((written[name] - files[name]).abs().max().item() for name in files) == 0.0
+    again = type(theirs).from_pretrained(tmp_path / "out")
+    tokens = torch.arange(64).reshape(2, 32) * 37 % 300
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+
+
+def test_what_no_family_has_is_not_exported(tmp_path, folder, capsys):
+    pytest.importorskip("safetensors")
+    export = ["export", "--to", str(tmp_path / "out"), "--from"]
+    for name, flags, told in (
+        ("debug", SMALL, "n_shared_experts=1 conflicts with Hugging Face's mixtral"),
+        ("moved", FAMILIES["mixtral"][0] + " --seq-len 32 --data text",
+         "layers.0.moe.bias, which --balance-speed has moved"),
+    ):  # fmt: skip
+        codes, outputs = run_program(1, f"{flags} --steps 1 --out {name}", cwd=folder)
+        assert codes == [0], outputs
+        with pytest.raises(SystemExit, match=told):
+            checkpoint.main([*export, str(folder / name)])
+        assert not (tmp_path / "out").exists()
+        checkpoint.main([*export, str(folder / name), "--format", "torch"])
+        (tmp_path / "out/weights.pt").unlink(), (tmp_path / "out").rmdir()

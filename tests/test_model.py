@@ -173,6 +173,7 @@ def test_a_forward_pass_leaves_the_counts_and_only_training_adds_them_up():
         ("qwen3-1.7b", 1_720_574_976, None),
         ("qwen3-8b", 8_190_735_360, None),
         ("qwen3-30b-a3b", 30_532_122_624, None),
+        ("mixtral-8x7b", 46_702_792_704, None),
     ],
 )
 def test_parameters_and_flops_are_the_published_ones(name, parameters, flops_at_8192):
