@@ -84,6 +84,7 @@ Megatron-LM (arXiv 1909.08053); sequence parallelism (arXiv 2205.05198); Llama 3
 2407.21783) §3.3.2; experts: GShard (arXiv 2006.16668), DeepSeek-V3 (arXiv 2412.19437) §2.1.2.
 """
 
+import itertools
 import math
 import os
 import shutil
@@ -805,6 +806,10 @@ def apply_fsdp(stage, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
         fully_shard(stage.tok_embeddings, reshard_after_forward=free_blocks, **options)
     for block in stage.layers.values():
         fully_shard(block, reshard_after_forward=free_blocks, **options)
+    if "ep" in mesh and mesh["ep"].size() > 1:
+        # the host waits inside every block with experts (§4): until then the next gather is begun
+        for block, following in itertools.pairwise(stage.layers.values()):
+            block.set_modules_to_forward_prefetch([following])
     if stage.norm is not None:
         fully_shard(ends, reshard_after_forward=reshard == "always", **options)
     fully_shard(stage, **options)  # the root: no parameters of its own, it drives the others

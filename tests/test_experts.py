@@ -189,6 +189,34 @@ def test_any_expert_dim_runs_in_float64():
     train.read_flags(flags.split(), train.Hardware("cpu", None, 0, None), 1)
 
 
+def trained_in_float8(cases):
+    """[(loss of a step, kinds of wq, shared w1 and experts' w1, dtypes that experts compute in)]"""
+    found = []
+    for flags in cases:
+        args, job = make_job(f"{SMALL} --set expert_dim=32 --param-dtype bf16 {flags}")
+        ((_, moe),) = parity.find_experts(job)
+        kinds = (job.stages[0].layers["1"].attention.wq, moe.shared_expert.w1, moe.experts.w1)
+        dtypes = set()
+        moe.experts.register_forward_hook(
+            lambda m, x, y, dtypes=dtypes: dtypes.update({x[0].dtype, m.w1.dtype, y.dtype})
+        )
+        loss = one_step(args, job, 1)[0]
+        found.append((loss, [type(kind).__name__ for kind in kinds], dtypes))
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["--dp-shard 2 --ep 2", "--tp 2 --ep 2"])
+def test_experts_stay_in_bf16_beside_float8_linears(mesh):
+    pytest.importorskip("torchao")
+    cases = [mesh, f"{mesh} --float8 tensorwise --float8-emulate"]
+    (plain, kinds, _), (loss, float8_kinds, dtypes) = run_ranks(2, trained_in_float8, cases)[0]
+    assert kinds == ["Linear", "Linear", "DTensor"]
+    assert float8_kinds == ["Float8Linear", "Float8Linear", "DTensor"]
+    assert dtypes == {torch.bfloat16}
+    # e4m3 rounds by 2^-4 at most, and a loss of hundreds of sums hardly sees it
+    assert loss != plain and loss == pytest.approx(plain, rel=0.02)
+
+
 # ---- The program -------------------------------------------------------------------------------
 
 
