@@ -354,7 +354,8 @@ class StagingPlanner(dcp.DefaultSavePlanner):
     """
 
     def __init__(self):
-        super().__init__()
+        # from the second save on plans are the first one's: rank 0 need not gather and check them
+        super().__init__(enable_plan_caching=True)
         self.host = None  # {key: tensor} for the copy, which every save overwrites
         self.staged = threading.Event()
 

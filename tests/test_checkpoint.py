@@ -369,8 +369,10 @@ def check_async(folder):
     checkpoint.PublishingWriter.write_data = lambda *a: (release.wait(30), write(*a))[1]
     copy = torch._foreach_copy_  # late, so that who does not wait for it changes what it copies
     torch._foreach_copy_ = lambda *a, **kw: (time.sleep(0.3), copy(*a, **kw))[1]
+    make_plan, planned = checkpoint.StagingPlanner._create_global_plan, []
+    checkpoint.StagingPlanner._create_global_plan = lambda *a: (planned.append(1), make_plan(*a))[1]
     saver = checkpoint.Checkpointer(folder, mode="async", keep_latest=0)
-    for step in (3, 6):  # twice: the second save reuses the staging memory of the first
+    for step in (3, 6):  # twice: the second save reuses the first's staging memory and plan
         fill(parts, optimizer, step, shapes)
         train_state = {"step": step, "sequences": 10 * step}
         saver.save(step, parts, optimizer, train_state)
@@ -384,6 +386,7 @@ def check_async(folder):
         release.clear()
         assert checkpoint.read_train_state(folder, step) == {"step": step, "sequences": 10 * step}
     saver.close()
+    assert len(planned) == (dist.get_rank() == 0)
     for step in (3, 6):
         check_loads(folder, step, "dp2")
 
