@@ -217,6 +217,18 @@ def test_every_pointer_in_text_exists():
     assert n_found > len(FLAGS)
 
 
+def test_readme_points_to_sections_that_exist_and_quotes_texts_that_are_printed():
+    for room, numbers in re.findall(r"`(\w+)\.py`((?:,? (?:and |to )?§\d)+)", README):
+        for n in re.findall(r"§(\d)", numbers):
+            assert re.search(rf"^# ---- {n}\. ", SOURCE[room], flags=re.M), f"{room}.py §{n}"
+    table = README.split("**When something goes wrong.**")[1].split("\n\n")[1]
+    quoted = [text for row in table.splitlines()[2:] for text in
+              re.findall(r"`(.+?)`", row.split(" | ")[0])]  # fmt: skip
+    of_torch = ["Connection closed by peer", "Timed out waiting", "CUDA out of memory"]
+    printed = " ".join(SOURCE.values())
+    assert len(quoted) > 8 and [text for text in quoted if text not in printed] == of_torch
+
+
 def test_every_flag_is_read_somewhere_beyond_the_checks():
     for room, own in (("train", flags_of(train.build_parser())), ("simulate", all_flags())):
         used = {
