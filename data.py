@@ -159,27 +159,23 @@ def list_files(data):
 
     Each file is there once, by what it is (device and inode), however many links lead to it.
     """
-    found, broken, seen = [], [], set()
-
-    def visit(path):
+    tops = [data] if Path(data).exists() else glob.glob(str(data), recursive=True)
+    found, broken, seen, ahead = [], [], set(), sorted(map(Path, tops), reverse=True)
+    while ahead:
+        path = ahead.pop()
         try:
             stat = path.stat()
         except OSError:
             broken.append(path)
-            return
+            continue
         if (stat.st_dev, stat.st_ino) in seen:
-            return
+            continue
         seen.add((stat.st_dev, stat.st_ino))
-        if not path.is_dir():
+        if path.is_dir():
+            inside = (child for child in path.iterdir() if not child.name.startswith("."))
+            ahead += sorted(inside, reverse=True)
+        else:
             found.append(path)
-            return
-        for child in sorted(path.iterdir()):
-            if not child.name.startswith("."):
-                visit(child)
-
-    tops = [data] if Path(data).exists() else glob.glob(str(data), recursive=True)
-    for top in sorted(tops):
-        visit(Path(top))
     return found, broken
 
 
