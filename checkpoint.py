@@ -925,21 +925,47 @@ def print_contents(path):
     print((path / "train.json").read_text("utf-8"))
 
 
+def byte_tokenizer() -> dict:
+    """tokenizer.json of data.py's bytes: BPE without merges, over GPT-2's letters for bytes."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # those that stand for themselves
+    others = [byte for byte in range(256) if byte not in plain]
+    vocab = {chr(byte): byte for byte in plain}
+    vocab |= {chr(256 + i): byte for i, byte in enumerate(others)}
+    bos, eos = "<|begin_of_text|>", "<|end_of_text|>"
+    mark = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    mark["special"] = True
+    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    level["trim_offsets"] = True
+    begin = {"SpecialToken": {"id": bos, "type_id": 0}}
+    a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    bos_first = {"type": "TemplateProcessing", "single": [begin, a], "pair": [begin, a, b]}
+    bos_first["special_tokens"] = {bos: {"id": bos, "ids": [256], "tokens": [bos]}}
+    return {
+        "added_tokens": [{"id": 256, "content": bos} | mark, {"id": 257, "content": eos} | mark],
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "pre_tokenizer": level,
+        "post_processor": bos_first,
+        "decoder": level,
+    }
+
+
 def export_tokenizer(tokenizer, folder) -> dict:
     """Write what transformers reads of the run's tokenizer; {name: id} as data.py gives them."""
     n_ranks = 256
-    if tokenizer != "bytes":
-        if not Path(tokenizer).is_file():
-            print(f"no tokenizer written: {tokenizer}, which the run used, is not here")
-            return {}
-        if tokenizer.endswith(".json"):  # Hugging Face's own, whose ids nobody has told us
-            shutil.copy(tokenizer, folder / "tokenizer.json")
-            return {}
+    if tokenizer == "bytes":
+        (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    elif not Path(tokenizer).is_file():
+        print(f"no tokenizer written: {tokenizer}, which the run used, is not here")
+        return {}
+    elif tokenizer.endswith(".json"):  # Hugging Face's own, whose ids nobody has told us
+        shutil.copy(tokenizer, folder / "tokenizer.json")
+        return {}
+    else:
         n_ranks = len(Path(tokenizer).read_bytes().split()) // 2  # lines of "base64 rank"
         shutil.copy(tokenizer, folder / "tokenizer.model")
-        config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
     return {"bos_token_id": n_ranks, "eos_token_id": n_ranks + 1}
 
 

@@ -10,9 +10,12 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import sys
+import textwrap
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -745,6 +748,26 @@ def test_the_tokenizer_file_goes_along_with_its_ids(tmp_path, capsys):
     text = "the other thing in 1234 hands,\n  then\u00e4 "
     assert theirs(text)["input_ids"] == [tokenizer.bos_id, *tokenizer.encode(text)]
     assert theirs.eos_token_id == tokenizer.eos_id
+
+
+def test_readmes_four_lines_let_a_model_of_bytes_speak(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("safetensors")
+    transformers = pytest.importorskip("transformers")
+    config = dataclasses.replace(CONFIG, n_layers=1, vocab_size=258)
+    run_ranks(1, save_drawn, tmp_path / "run", config)
+    out = export(tmp_path / "run", tmp_path / "llama")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(out), data.load_tokenizer("bytes")
+    text = "".join(map(chr, range(256))) + " größer\n\t→"  # every byte but those of no text
+    assert theirs(text).input_ids == [ours.bos_id, *ours.encode(text)]
+    assert theirs.decode(theirs(text).input_ids, skip_special_tokens=True) == text
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text()
+    (lines,) = re.findall(r"((?:^    .*\n)*^    print\(tokenizer\.decode.*\n)", readme, flags=re.M)
+    assert lines.count("\n") == 4
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    exec(textwrap.dedent(lines), {})
+    assert capsys.readouterr().out.startswith("<|begin_of_text|>def main(")
 
 
 def test_a_tokenizer_file_that_is_gone_is_told(tmp_path, capsys):
