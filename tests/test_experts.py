@@ -4,7 +4,11 @@ The arithmetic of experts on one process is test_model.py's.
 """
 
 import functools
+import json
+import re
+from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import parity
@@ -16,6 +20,7 @@ from test_parallel import Collectives
 
 import checkpoint
 import parallel
+import simulate
 import train
 import watch
 
@@ -89,6 +94,8 @@ def test_the_cases_hold_a_full_an_empty_and_an_idle_expert():
         assert loads.keys() == {"1", "2"}
         for load in loads.values():
             assert sum(load) == rows and load[1] == rows // 2 and load[6:] == [0, 0]
+    drawn = result["weights 0"]["layers.2.moe.experts.w3"]
+    assert len({expert.sum().item() for expert in drawn}) == 8, "each by its own number"
 
 
 # ---- What ep alone shows -----------------------------------------------------------------------
@@ -144,22 +151,21 @@ def test_recomputation_and_compiled_blocks_count_what_a_plain_step_does():
         assert exchanges[:3] == (2 * 5, 2 * 5, 2 * 8)
 
 
-def drift(step_of_check):
-    """Rank 1's bias loses a bit of its last place."""
-    args, job = make_job(f"{SMALL} --dp-shard 2 --ep 2")
-    ((_, moe),) = parity.find_experts(job)
-    shared = [*job.weights, *job.biases]
-    inputs = torch.zeros(2, 32, dtype=torch.int64)
-    watch.check_ranks(step_of_check, inputs, dist.get_rank(), shared)
-    moe.bias[3] += 1e-30 * dist.get_rank()
-    with pytest.raises(watch.TrainingError) as error:
-        watch.check_ranks(step_of_check, inputs, dist.get_rank(), shared)
-    return str(error.value)
+def test_a_bias_that_drifted_stops_the_run_and_is_named(folder):
+    def before(rank):
+        balance = parallel.balance
 
+        def drift(stages, mesh, **speed):
+            told = balance(stages, mesh, **speed)
+            stages[0].layers["1"].moe.bias[3] += 1e-6 * rank
+            return told
 
-def test_a_bias_that_drifted_is_named():
-    for text in run_ranks(2, drift, 4):
-        assert "ranks [1] differ from [0] in weight layers.1.moe.bias" in text
+        parallel.balance = drift
+
+    flags = f"{SMALL} --ep 2 --steps 3 --check-ranks-every 1 --checkpoint-every 0 --out drift"
+    codes, outputs = run_program(2, flags, cwd=folder, before=before)
+    assert codes != [0, 0]
+    assert "ranks [1] differ from [0] in weight layers.1.moe.bias" in outputs[0]
 
 
 @pytest.mark.parametrize(
@@ -440,3 +446,49 @@ def test_what_no_family_has_is_not_exported(tmp_path, folder, capsys):
         assert not (tmp_path / "out").exists()
         checkpoint.main([*export, str(folder / name), "--format", "torch"])
         (tmp_path / "out/weights.pt").unlink(), (tmp_path / "out").rmdir()
+
+
+# ---- README's figures --------------------------------------------------------------------------
+
+ROOT = Path(train.__file__).parent
+RECIPE = f"@{ROOT}/recipes/qwen3_30b_a3b.args --world-size 64"
+
+
+def test_the_recipe_of_the_30b_may_run_on_64_gpus():
+    _, args, config = simulate.read_command(RECIPE.split())
+    assert (args.dp_shard, args.ep, config.n_experts) == (64, 8, 128)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ep", [1, 8, 64])
+def test_readme_says_what_a_simulation_of_the_30b_counts(ep, tmp_path, capsys):
+    simulate.main([*RECIPE.split(), "--ep", str(ep), "--out", str(tmp_path)])
+    (rank,) = json.loads((tmp_path / "simulation.json").read_text())["ranks"]
+    sent = Counter()
+    for kinds in rank["collectives"].values():
+        for kind, row in kinds.items():
+            sent[kind] += row["sent_bytes"] / 2**30
+    fsdp, rows = sent["all_gather"] + sent["reduce_scatter"], sent["all_to_all"]
+    reserved, gathered = rank["reserved_bytes"], rank["peak_bytes_by_kind"]["gathered"]
+    row = f"{reserved / 2**30:.1f} GiB | {gathered / 2**30:.2f} GiB | {fsdp:.0f} GiB | "
+    row += f"{rows:.0f} GiB |" if rows else "nothing |"
+    readme = (ROOT / "README.md").read_text()
+    assert re.search(rf"^\| {ep}( .*?)? \| {re.escape(row)}$", readme, flags=re.M), row
+
+
+@pytest.mark.soak
+def test_rungs_of_experts_have_the_losses_that_readme_prints(folder):
+    section = (ROOT / "README.md").read_text().split("## Experts")[1].split("\n## ")[0]
+    rungs = re.findall(r"^\| `(.*?)train.py (@.+?)` \| ([\d., ]+) \|$", section, flags=re.M)
+    assert len(rungs) == 2 and len({losses for *_, losses in rungs}) == 1
+    found = set()
+    for launcher, flags, _ in rungs:
+        ranks = int((re.findall(r"--nproc-per-node (\d+)", launcher) or [1])[0])
+        flags = flags.replace("@recipes", f"@{ROOT}/recipes") + f" --out rung-{ranks}"
+        codes, outputs = run_program(ranks, flags, cwd=folder, timeout_s=600)
+        assert codes == [0] * ranks, outputs
+        rows = {row["step"]: f"{row['loss']:.4f}" for row in metrics_of(folder, f"rung-{ranks}")}
+        found.add(", ".join(rows[step] for step in (1, 10, 20)))
+    assert len(found) == 1, "the losses stay"
+    if found != {rungs[0][2]}:
+        pytest.skip(f"README's losses are of another Python's text: here {found}")

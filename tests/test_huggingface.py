@@ -388,6 +388,15 @@ QWEN_3_0_6B = {
 }  # fmt: skip
 
 
+QWEN_3_30B_A3B = QWEN_3_0_6B | {
+    "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "hidden_size": 2048,
+    "intermediate_size": 6144, "mlp_only_layers": [], "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
 def accepts(folder, published, config):
     pytest.importorskip("safetensors")
     text = json.dumps({key: v for key, v in published.items() if v is not None})
@@ -397,7 +406,8 @@ def accepts(folder, published, config):
 
 @pytest.mark.parametrize(
     "name, published",
-    [("8b", LLAMA_3_1_8B), ("1b", LLAMA_3_2_1B), ("qwen3-0.6b", QWEN_3_0_6B)],
+    [("8b", LLAMA_3_1_8B), ("1b", LLAMA_3_2_1B), ("qwen3-0.6b", QWEN_3_0_6B),
+     ("qwen3-30b-a3b", QWEN_3_30B_A3B)],
 )
 def test_published_configs_are_those_of_model_py_both_ways(tmp_path, name, published):
     assert accepts(tmp_path, published, MODELS[name])

@@ -158,6 +158,8 @@ def test_a_forward_pass_leaves_the_counts_and_only_training_adds_them_up():
     ]  # fmt: skip
     assert [name for name in transformer.state_dict() if "moe" in name][0] == "layers.2.moe.bias"
     assert "layers.2.moe.load" not in transformer.state_dict()
+    scores = moe.router(torch.ones(1, 3, 24, dtype=torch.bfloat16))
+    assert scores.dtype == torch.float32  # bf16 could not tell biases apart that differ by 0.001
 
 
 @pytest.mark.parametrize(

@@ -173,10 +173,11 @@ def n_norms(config):
     return (2 * config.n_layers + 1) * config.dim
 
 
-def test_flops_are_those_of_the_formula(tmp_path):
+@pytest.mark.parametrize("name", ["debug", "debug-moe"])
+def test_flops_are_those_of_the_formula(name, tmp_path):
     """All but the norms' parameters, which `flops_per_token` counts as if they multiplied."""
-    config = model.MODELS["debug"]
-    (rank,) = run(tmp_path, SMALL)["ranks"]
+    config = model.MODELS[name]
+    (rank,) = run(tmp_path, f"{SMALL} --model {name}")["ranks"]
     expected = 2 * 64 * (model.flops_per_token(config, 64) - 6 * n_norms(config))
     assert rank["flops"]["forward"] * 3 == expected
     assert rank["flops"]["backward"] == 2 * rank["flops"]["forward"]
