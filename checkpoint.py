@@ -33,14 +33,16 @@ slice of one it holds, and at loading DCP reads the intersections of stored and 
     optimizer.layers.0.attention.wq.weight.
         exp_avg, exp_avg_sq                     (H Dh, D)   AdamW
         step                                    ()          AdamW
+    model.layers.1.moe.bias                     (E,)        every run with experts: a buffer
 
-Hugging Face in and out is renaming alone, since model.py has its RoPE layout; DCP reads slices of
+Hugging Face in and out is renaming alone, since model.py has its RoPE layout, and of experts taking
+three tensors apart; DCP reads slices of
 safetensors files as it does of its own. The tool needs no model code and no process group.
 
 Not stored: the optimizer's hyperparameters, which come from the flags of the run that resumes; RNG
-state, since after initialisation a training step draws no random number; and buffers, which are
-computed. A stranger's checkpoint cannot run code: tensors are read by torch's weights-only loader,
-the pickle `.metadata` by an unpickler that knows a dozen names. DCP verifies no checksum.
+state, since after initialisation a training step draws no random number; and other buffers, which
+are computed. A stranger's checkpoint cannot run code: tensors are read by torch's weights-only
+loader, the pickle `.metadata` by an unpickler that knows a dozen names. DCP verifies no checksum.
 
 Sources: TorchTitan (arXiv 2410.06511) §2.3.1; torch.distributed.checkpoint ("DCP").
 """

@@ -452,10 +452,10 @@ def apply_cp(stage, cp_mesh):
 # replica, dp_shard x cp x tp, innermost first, and what is left of them shards the experts as fsdp
 # shards all other weights. 8 ranks as dp_shard 4 x tp 2, with 8 experts:
 #
-#     --ep 1   efsdp 8   all ranks     hold an eighth of each expert
-#     --ep 4   efsdp 2   0 1 2 3       hold experts 01 23 45 67, a half of each: FSDP's other half
-#                        4 5 6 7       of rank 1's experts lies on rank 5
-#     --ep 8   efsdp 1   all ranks     hold one expert each, and FSDP gathers nothing
+#     --ep 1   efsdp 8   all ranks   keep an expert each, and FSDP gathers all 8 for a block
+#     --ep 4   efsdp 2   0 1 2 3     compute experts 01 23 45 67; FSDP keeps the first of each two
+#                        4 5 6 7     as well, and keeps the second
+#     --ep 8   efsdp 1   all ranks   keep and compute an expert each, and FSDP gathers none
 #
 #     ep             where rows go to their experts and come back
 #     efsdp          dp_shard cp tp / ep: the fsdp axis of experts
@@ -525,9 +525,9 @@ def exchange(experts, rows, counts, *, ep_mesh):
 
     On ep 2 with experts 01 | 23, a row named after its expert:
 
-        held, sorted by expert     0 0 1 2 | 1 2 3 3
-        all-to-all                 0 0 1 1 | 2 2 3 3       here already in order, by luck:
-        sorted by expert again     0 0 1 1 | 2 2 3 3       rank by rank it is 0 0 1, then 1
+        held, sorted by expert     0 1 1 2 | 0 2 3 3
+        all-to-all                 0 1 1 0 | 2 2 3 3       rank 0's, then rank 1's
+        sorted by expert again     0 0 1 1 | 2 2 3 3
 
     Shapes:  rows (R, D) sorted by expert, counts (E,) -> (R, D); R differs from rank to rank.
     """

@@ -139,7 +139,7 @@ def build(args, config, device):
             parallel.apply_tp(stage, mesh["tp"], *styles, loss_parallel=loss_parallel)
         if args.cp > 1:
             parallel.apply_cp(stage, mesh["cp"])
-        if ep > 1:  # after tp, whose plan has no place for DTensors of another axis
+        if ep > 1:  # experts alone, which tp has left as they were
             parallel.apply_ep(stage, mesh["ep"])
         if args.ac != "none":  # before compile: afterwards its policy sees one opaque call a block
             parallel.apply_ac(stage, args.ac)
