@@ -107,7 +107,7 @@ SMALL = (
 
 
 def loads_of(cases):
-    """[(rows of each expert on this rank, all-to-alls)] of two accumulated passes of training."""
+    """[(rows of each expert on this rank, all-to-alls, gradient norm)] of two passes, summed."""
     compile_blocks = functools.partial(parallel.apply_compile, backend="aot_eager")
     found = []
     for flags in cases:
@@ -119,7 +119,8 @@ def loads_of(cases):
             train.gradients(job, *batch, local_batch_size=1)
         counts = sent.counts.items() if sent else ()
         n_sent = sum(n for (name, _), n in counts if name == "all_to_all_single")
-        found.append((moe.load.tolist(), n_sent))
+        norm = parallel.clip_grad_norm(job.parameters, 1.0, job.mesh).item()
+        found.append((moe.load.tolist(), n_sent, norm))
         train.evaluate(job, Batch(*batch), seq_len=32, local_batch_size=1, val_steps=1)
         assert moe.load.tolist() == found[-1][0], "an evaluation counts nothing"
     return found
@@ -144,9 +145,10 @@ def test_recomputation_and_compiled_blocks_count_what_a_plain_step_does():
     """Two accumulated passes of 32 tokens with 2 experts each; biases would hide a factor of 2."""
     cases = ["", "--ac op", "--ac full", "--compile", "--compile --ac op"]
     for found in run_ranks(2, loads_of, [f"--dp-shard 2 --ep 2 {case}" for case in cases]):
-        loads, exchanges = zip(*found, strict=True)
+        loads, exchanges, norms = zip(*found, strict=True)
         assert sum(loads[0]) == 2 * 32 * 2
         assert all(load == loads[0] for load in loads), loads
+        assert norms == pytest.approx([norms[0]] * 5, rel=2**-8)  # bf16 of other orders of sums
         # a pass: counts, rows there and back, and two gradients; `full` does the first three anew
         assert exchanges[:3] == (2 * 5, 2 * 5, 2 * 8)
 

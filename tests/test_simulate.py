@@ -137,6 +137,11 @@ MESHES = {
         "--model debug-moe --ep 2 --local-batch-size 2 --param-dtype bf16 "
         "--set n_experts=2 top_k=2",
     ),
+    "tp 2 x ep 2, op, bf16": (
+        2,
+        "--model debug-moe --tp 2 --ep 2 --ac op --local-batch-size 2 --param-dtype bf16 "
+        "--set n_experts=2 top_k=2",
+    ),
     "pp 2 x tp 2, interleaved, op": (
         4,
         "--pp 2 --tp 2 --pp-schedule Interleaved1F1B --ac op --reshard always",
