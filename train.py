@@ -228,7 +228,7 @@ def start(args, job, draw=None):
     return job
 
 
-N_STATES = {"adamw": 2, "sgd": 0}  # numbers that each keeps of a parameter: what `plan` counts
+N_STATES = {"adamw": 2, "sgd": 0}  # numbers that each keeps of a parameter, for the plan
 
 
 def build_optimizer(args, parameters):
@@ -744,7 +744,7 @@ def describe_jumps(was, now, step):
     """
     lr, lr_now = (lr_at(step, argparse.Namespace(**flags)) for flags in (was, now))
     notes, n_data = [], now["dp_replicate"] * now["dp_shard"]
-    if not math.isclose(lr, lr_now):
+    if step < now["steps"] and not math.isclose(lr, lr_now):
         notes.append(
             f"another schedule from here on: by it lr was {lr_now:.2e} at step {step}, and not "
             f"{lr:.2e}; --lr {lr:.4g} --warmup-steps 0 --decay-ratio 0 keeps that"

@@ -4,7 +4,7 @@
     python tests/parity.py --world 4 --dtype fp32 --steps 5
     python tests/parity.py --only 'tp2' --flags '--set tied_embeddings=true' --world 4
 
-The second runs the cases whose names hold the pattern, with flags that the one process has as well:
+The third runs the cases whose names hold the pattern, with flags that the one process has as well:
 what a fork asks of a new field of the model, or of a new technique.
 
 A case is a list of train.py's own flags. It goes through the program's own `build`, `start`,
@@ -34,6 +34,7 @@ compared is the graph, not the code generator.
 """
 
 import argparse
+import logging
 import re
 import sys
 from functools import partial
@@ -308,12 +309,15 @@ def main():
     parser.add_argument("--flags", default="", help="of train.py, for the one process as well")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)  # torch's advice on how `full_tensor` gathers
     n_cases = n_failed = 0
     for cases, common in ((all_cases(args.world), ""), (expert_cases(args.world), EXPERTS)):
         cases = {name: case for name, case in cases.items() if re.search(args.only, name)}
+        if not cases:
+            continue
         size = {"dtype": args.dtype, "steps": args.steps, "timeout_s": 3600}
         table = run_matrix(cases, common=f"{common} {args.flags}", **size)
-        width = max(map(len, table), default=0)
+        width = max(map(len, table))
         print(f"{args.dtype}, {args.steps} steps, against one process; worst relative errors")
         print(f"{common}\n{'':{width}}  weights 0      loss      norm     grads   weights  experts")
         for name, e in table.items():

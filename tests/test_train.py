@@ -211,9 +211,11 @@ def flags_of_run(typed, ranks=1):
     "now, ranks, said",
     [
         ("--steps 100", 1, []),
+        ("--steps 50", 1, []),  # the run is over
         # the longer run decays from step 11 to 201: 2e-3 (1 - 89/190)
         ("--steps 200", 1, ["by it lr was 1.06e-03 at step 100, and not 2.22e-05; --lr 2.222e-05"]),
-        ("--steps 100 --lr 0.004", 1, ["by it lr was 4.44e-05 at step 100, and not 2.22e-05"]),
+        # 4e-3 (1 - 89/91)
+        ("--steps 101 --lr 0.004", 1, ["by it lr was 8.79e-05 at step 100, and not 2.22e-05"]),
         ("--steps 100", 2, ["8 to 16 sequences, .*--global-batch-size 8 --local-batch-size 4 k"]),
         ("--steps 100", 4, ["8 to 32 sequences, .*--global-batch-size 8 --local-batch-size 2 k"]),
         ("--steps 100", 3, ["goes from 8 to 24 sequences, .*; 3 data ranks cannot share 8"]),
