@@ -674,30 +674,59 @@ def draw_text(rows):
     return "\n".join(lines)
 
 
-def draw_svg(rows):
-    """The time line as an SVG picture, a row per rank; its later stages have thicker frames."""
-    unit, height, left = 18, 24, 60  # pixels
+PAGE = 1000  # pixels
+
+
+def time_axis(end, x_of, y, unit):
+    """SVG of some ten ticks from 0 to `end`, at round numbers, below y."""
+    step = 10.0 ** math.floor(math.log10(end))
+    step = next(step * f for f in (0.1, 0.2, 0.5, 1) if step * f * 12 >= end)
+    ticks = [i * step for i in range(int(end / step) + 1)]
+    parts = [f'<text x="{x_of(t):.1f}" y="{y + 14}">{t:g}</text>' for t in ticks]
+    lines = [f'<path d="M{x_of(t):.1f} {y}v4" stroke="#444"/>' for t in ticks]
+    return [*lines, *parts, f'<text x="6" y="{y + 14}">{unit}</text>']
+
+
+def draw_svg(rows, title, unit="forwards"):
+    """The time line as an SVG picture at page width: a row per pp rank, time in `unit`s.
+
+    Later stages of a rank are darker. A microbatch's number is left out where it has no room.
+    """
+    height, left, top = 22, 60, 44  # pixels
+    end, bottom = max(row[-1].end for row in rows), top + height * len(rows)
     colors = {"F": "#9ecae1", "B": "#a1d99b", "I": "#c7e9c0", "W": "#fdd0a2"}
-    width = left + unit * max(row[-1].end for row in rows) + 10
+    names = {"F": "forward", "B": "backward", "I": "of inputs", "W": "of weights"}
+    used = [kind for kind in colors if any(op.kind == kind for row in rows for op in row)]
+
+    def x_of(time):
+        return left + (PAGE - left - 10) * time / end
+
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="10" '
-        f'viewBox="0 0 {width:g} {height * len(rows) + 10}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="11" '
+        f'viewBox="0 0 {PAGE} {bottom + 22}">',
         '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="6" y="16" font-size="13">{title}</text>',
     ]
+    for i, kind in enumerate(used):
+        parts.append(f'<rect x="{left + 110 * i}" y="25" width="12" height="12" '
+                     f'fill="{colors[kind]}"/>')  # fmt: skip
+        parts.append(f'<text x="{left + 110 * i + 17}" y="35">{names[kind]}</text>')
     for rank, row in enumerate(rows):
-        y = 5 + rank * height
-        parts.append(f'<text x="6" y="{y + 15}">rank {rank}</text>')
+        y = top + rank * height
+        parts.append(f'<text x="6" y="{y + 15}">pp {rank}</text>')
         stages = sorted({op.stage for op in row})
         for op in row:
-            x, w = left + unit * op.start, unit * (op.end - op.start)
-            frame = 0.5 + 1.5 * stages.index(op.stage)
+            x, width = x_of(op.start), x_of(op.end) - x_of(op.start)
+            opacity = 1 - 0.45 * (len(stages) - 1 - stages.index(op.stage)) / len(stages)
             parts.append(
-                f'<rect x="{x:g}" y="{y + 2}" width="{w:g}" height="{height - 4}" stroke="#444" '
-                f'stroke-width="{frame}" fill="{colors[op.kind]}">'
-                f"<title>{op.kind} of microbatch {op.microbatch} on stage {op.stage}</title></rect>"
-                f'<text x="{x + w / 2:g}" y="{y + 15}" text-anchor="middle">{op.microbatch}</text>'
+                f'<rect x="{x:.1f}" y="{y + 1}" width="{width:.1f}" height="{height - 2}" '
+                f'stroke="#444" stroke-width="0.4" fill="{colors[op.kind]}" '
+                f'fill-opacity="{opacity:.2f}"/>'
             )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+            if width >= 7 * len(str(op.microbatch)):
+                parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 15}" font-size="10" '
+                             f'text-anchor="middle">{op.microbatch}</text>')  # fmt: skip
+    return "\n".join([*parts, *time_axis(end, x_of, bottom, unit), "</svg>"]) + "\n"
 
 
 def parse_args():
@@ -729,7 +758,8 @@ def main(args):
     print(f"bubble fraction  {bubble_fraction(rows):.4f}")
     print(f"most in flight   {peaks_in_flight(rows)}   (microbatches x stages, per rank)")
     if args.svg:
-        Path(args.svg).write_text(draw_svg(rows))
+        title = f"{args.pp_schedule}, {args.pp} ranks, {args.n_microbatches} microbatches: idle "
+        Path(args.svg).write_text(draw_svg(rows, f"{title}{bubble_fraction(rows):.1%}"))
         print(f"drawn into       {args.svg}")
     if args.csv:
         write_csv(args.csv, rows)

@@ -19,7 +19,8 @@ laptop less than a minute. An `Account` (a tracker, as such modes are called) se
     traffic          every collective, by axis: what a rank of a ring sends         bytes
     a pipeline       its time line, with stages that cost what their FLOPs say      a share
 
-It goes into OUT/simulation.json, OUT/timeline.svg and, shorter, to the console.
+It goes into OUT/simulation.json, as pictures into OUT/timeline.svg and OUT/memory-RANK.svg, and,
+shorter, to the console.
 
 Left out: time; what kernels and NCCL take for themselves; fusion by compile. --compile and
 --async-tp have no effect, mxfp8 is emulated for want of its kernels, CPU offload changes nothing,
@@ -49,8 +50,9 @@ import weakref
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -84,6 +86,7 @@ import watch
 #     torch.distributed.pipelining.PipelineStage._inference_mode
 #     torch.distributed.pipelining.schedules.PipelineScheduleSingle._warmup_p2p
 #     torch.ops.aten._grouped_mm                            the matmuls of experts
+#     torch.ops.aten._to_copy                               casts, which lack the pointwise tag
 #     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu    attention as it runs here
 #     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -97,6 +100,10 @@ COLLECTIVES = {  # of torch.distributed and, as DTensor calls them, functional
     "send": "send", "recv_": "recv", "all_to_all_single": "all_to_all",
 }  # fmt: skip
 PLAIN = {torch.Tensor, nn.Parameter, FakeTensor}
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # attention as it runs here
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+CAST = torch.ops.aten._to_copy  # pointwise, although torch's tag says nothing of it
+RATES_OF = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 
 
 def tensors_in(tree):
@@ -116,6 +123,16 @@ def count_bytes(tensors):
     return sum(plain.nbytes for tensor in tensors for plain in checkpoint.plain_tensors(tensor))
 
 
+def causal_share(op, args):
+    """The share of its pairs that causal attention computes: all but the upper half of its end.
+
+    Queries are the last of the keys, all of them where cp is 1.
+    """
+    is_forward = op.overloadpacket is FLASH
+    q, k = args[0 if is_forward else 1], args[1 if is_forward else 2]
+    return 1 - q.shape[-2] / k.shape[-2] / 2
+
+
 def count_flops(op, args, kwargs, result):
     """FLOPs of a matmul or of attention, else 0.
 
@@ -123,15 +140,24 @@ def count_flops(op, args, kwargs, result):
     chunk is given its prefix only, (2 cp + 1) / 4 cp of them on average), and its backward counts
     as two forwards, although kernels compute the scores once more.
     """
-    packet, aten = op.overloadpacket, torch.ops.aten
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+    if op.overloadpacket is FLASH:
         return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+    if op.overloadpacket is FLASH_BACKWARD:
         return 2 * sdpa_flop_count(*(tensor.shape for tensor in args[1:4]))
-    if packet is aten._grouped_mm:  # (R, in) times (E, in, out), or rows of both times each other
+    if op.overloadpacket is torch.ops.aten._grouped_mm:
+        # (R, in) times (E, in, out), or rows of both times each other
         return 2 * args[0].numel() * args[1].shape[-1]
-    formula = flop_registry.get(packet)
+    formula = flop_registry.get(op.overloadpacket)
     return formula(*args, **kwargs, out_val=result) if formula else 0
+
+
+SENDERS = {  # what a step sends beside its parallelisms: the function that sends it
+    "tokens": (train, "count_valid_tokens"),
+    "loss": (train, "sum_over_ranks"),
+    "norm": (parallel, "clip_grad_norm"),
+    "scales": (train, "refresh_scales"),
+    "loads": (parallel, "balance"),
+}
 
 
 class Account(TorchDispatchMode):
@@ -145,8 +171,9 @@ class Account(TorchDispatchMode):
         kinds         one of KINDS for each storage number
         flops         {module: {forward, recomputed or backward: FLOPs}}
         state_bytes   {parameters, gradients, optimizer: bytes}, what lives from step to step
-        collectives   {axis: {kind: {calls, bytes, sent_bytes}}}: bytes of the larger one of
-                      input and output, and what a rank of a ring sends of it
+        work          {module: {phase: what takes time, for `seconds`}}
+        collectives   {axis or sender: {kind: {calls, bytes, sent_bytes}}}: bytes of the larger one
+                      of input and output, and what a rank of a ring sends of it
 
     A moment is (phase, module, op). Of the kinds, "gathered" are FSDP's buffers: whole weights, and
     gradients on their way to be scattered; "activations" all that a forward pass makes, again or
@@ -154,20 +181,30 @@ class Account(TorchDispatchMode):
     pass that made it, including what goes to another stage, or from the first half of a split
     backward to the second; "temporary" what a backward pass makes and does not keep.
 
-    Args:    a job whose optimizer has made its states.
+    Args:    a job whose optimizer has made its states; is_compiled, whether a compiler fuses
+             pointwise operations: see `note_fusion`.
     """
 
-    def __init__(self, job):
+    def __init__(self, job, *, is_compiled=False):
         super().__init__()
-        # where several axes span all ranks, and so share a group, the later name counts
-        axes = ("stage", "efsdp", "ep", "data", "cp", "tp", "dp_replicate", "fsdp", "pp")
-        axes = [axis for axis in axes if axis in job.mesh]
-        self.axes = {job.mesh[axis].get_group().group_name: axis for axis in axes}
+        # axes that span all ranks share a group: what calls it tells them apart
+        self.axes = {
+            (namespace, job.mesh[axis].get_group().group_name): axis
+            for namespace, axes in (
+                ("_c10d_functional", ("cp", "tp")),  # DTensor and ring attention
+                ("c10d", ("dp_replicate", "efsdp", "fsdp", "pp")),  # FSDP and the pipeline
+            )
+            for axis in axes
+            if axis in job.mesh
+        }
+        self.sender, self.patches = None, ExitStack()
+        self.is_compiled, self.fusible = is_compiled, {}  # storage number -> where it was made
+        self.touched = {}  # (phase, module) -> {storage number: bytes}, with a compiler
         self.events, self.kinds, self.sizes = [], [], []
         self.streams = {torch.cpu.current_stream(): 0}  # FSDP enters its streams on a CPU as well
         self.numbers = WeakIdKeyDictionary()  # storage -> its number
         self.young = []  # storages made in a backward pass that is still going on
-        self.flops, self.collectives, self.state_bytes = {}, {}, {}
+        self.flops, self.work, self.collectives, self.state_bytes = {}, {}, {}, {}
         self.place, self.depth, self.phase, self.is_open = "before", 0, "forward", True
         parameters, optimizer = job.parameters, job.optimizer
         self.hold("parameters", parameters)
@@ -236,21 +273,43 @@ class Account(TorchDispatchMode):
     def __enter__(self):
         # torch lets this be a lock: it is held while DTensor works out shapes, by operations on
         # tensors of global size which take no memory
-        ShardingPropagator._fake_mode_lock = self.shapes_lock = threading.Lock()
-        torch_resize = self.torch_resize = torch.UntypedStorage.resize_
+        self.shapes_lock = threading.Lock()
+        self.patch(ShardingPropagator, "_fake_mode_lock", self.shapes_lock)
+        torch_resize = torch.UntypedStorage.resize_
 
         def resize_(storage, size):  # FSDP frees and fills its buffers by this: it is no op
             if storage in self.numbers:
                 self.resize(self.numbers[storage], size, ("gather", self.place, "resize_"))
             return torch_resize(storage, size)
 
-        torch.UntypedStorage.resize_ = resize_
+        self.patch(torch.UntypedStorage, "resize_", resize_)
+        for sender, (module, name) in SENDERS.items():
+            self.patch(module, name, self.named_sender(sender, getattr(module, name)))
         return super().__enter__()
 
+    def patch(self, owner, name, value):
+        self.patches.enter_context(mock.patch.object(owner, name, value))
+
+    def named_sender(self, sender, function):
+        """The function, with what it sends booked under this name."""
+
+        def call(*args, **kwargs):
+            self.sender = sender
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.sender = None
+
+        return call
+
     def __exit__(self, *exception):
-        torch.UntypedStorage.resize_ = self.torch_resize
-        ShardingPropagator._fake_mode_lock = nullcontext()  # torch's own
+        self.patches.close()
         self.is_open = False
+        self.events = [event for event in self.events if event[0] not in self.fusible]
+        for (phase, place), touched in self.touched.items():
+            self.place = place
+            made = (n for number, n in touched.items() if number not in self.fusible)
+            self.book((phase,), memory=sum(made))
         for hook in self.hooks:
             hook.remove()
         return super().__exit__(*exception)
@@ -263,8 +322,12 @@ class Account(TorchDispatchMode):
         if not self.shapes_lock.locked():
             moment = self.phase_now(), self.place, op.__name__
             self.note_memory(op, args, kwargs, result, moment)
-            self.note_traffic(op, args, result)
-            self.note_flops(op, args, kwargs, result, moment)
+            if self.is_compiled:
+                self.note_fusion(op, args, kwargs, result, moment)
+            if op.namespace in ("c10d", "_c10d_functional"):
+                self.note_traffic(op, args, result, moment)
+            else:
+                self.note_work(op, args, kwargs, result, moment)
         return result
 
     def phase_now(self):
@@ -286,15 +349,51 @@ class Account(TorchDispatchMode):
             for tensor in tensors_in(kwargs.get("out", args[1:2])):
                 self.kinds[self.register(tensor, kind, moment)] = "gathered"
 
-    def note_flops(self, op, args, kwargs, result, moment):
-        """What it computed, to the account of the module that runs."""
+    def note_fusion(self, op, args, kwargs, result, moment):
+        """A compiler makes no result that only pointwise operations of its block and pass read.
+
+        Storages are fusible until another operation, or one of another block or pass, reads them.
+        """
+        read = {self.numbers.get(t.untyped_storage()) for t in tensors_in((args, kwargs))}
+        made = {self.numbers[t.untyped_storage()] for t in tensors_in(result)} - read
+        if not made and not op._schema.is_mutable:
+            return  # a view
+        is_pointwise = torch.Tag.pointwise in op.tags or op.overloadpacket is CAST
+        joins = is_pointwise or torch.Tag.reduction in op.tags
+        for number in read & self.fusible.keys():
+            if not joins or self.fusible[number] != moment[:2]:
+                del self.fusible[number]
+        if is_pointwise and moment[1].startswith("layers."):
+            self.fusible |= dict.fromkeys(made, moment[:2])
+
+    def book(self, moment, **work):
+        """Add what takes time to the account of the module that runs."""
+        self.work.setdefault(self.place, {}).setdefault(moment[0], Counter()).update(work)
+
+    def note_work(self, op, args, kwargs, result, moment):
+        """What it computed, or else which bytes of memory it read and wrote."""
         if flops := count_flops(op, args, kwargs, result):
             self.flops.setdefault(self.place, Counter())[moment[0]] += flops
+            if op.overloadpacket in (FLASH, FLASH_BACKWARD):
+                self.book(moment, attention=flops * causal_share(op, args))
+            else:
+                self.book(moment, **{RATES_OF.get(args[0].dtype, "fp32"): flops})
+            return
+        made, read = tensors_in(result), tensors_in((args, kwargs))
+        storages = {t.untyped_storage() for t in read}
+        is_view = not op._schema.is_mutable and all(t.untyped_storage() in storages for t in made)
+        if is_view or op.namespace == "fsdp" or "empty" in op.overloadpacket.__name__:
+            return  # FSDP copies in streams of its own, beside the matmuls
+        if not self.is_compiled:
+            self.book(moment, memory=sum(tensor.nbytes for tensor in (*made, *read)))
+            return
+        touched = self.touched.setdefault(moment[:2], {})  # by one kernel, once
+        touched |= {self.numbers.get(t.untyped_storage()): t.nbytes for t in (*made, *read)}
 
-    def note_traffic(self, op, args, result):
-        """What it sent, to the account of the axis whose group it used."""
+    def note_traffic(self, op, args, result, moment):
+        """What it sent, to the account of its sender, or of the axis whose group it used."""
         name = op.overloadpacket.__name__
-        if op.namespace not in ("c10d", "_c10d_functional") or name in ("wait_tensor", "barrier"):
+        if name in ("wait_tensor", "barrier"):
             return
         assert name in COLLECTIVES, f"{op} is a collective that nobody accounts for"
         kind = COLLECTIVES[name]
@@ -306,9 +405,12 @@ class Account(TorchDispatchMode):
         size = max(tensor.nbytes for tensor in tensors_in((args, result)))
         others = (group.size() - 1) / group.size()
         share = {"all_reduce": 2 * others, "send": 1, "recv": 0}.get(kind, others)
-        axis = self.axes.get(group.group_name, "joined axes")  # the loss and the norm cross them
-        row = self.collectives.setdefault(axis, {}).setdefault(kind, Counter())
+        sender = "ep" if kind == "all_to_all" else self.sender
+        sender = sender or self.axes[op.namespace, group.group_name]
+        row = self.collectives.setdefault(sender, {}).setdefault(kind, Counter())
         row.update(calls=1, bytes=size, sent_bytes=round(size * share))
+        if sender in ("tp", "cp", "ep"):  # nothing is computed meanwhile
+            self.book(moment, **{sender: round(size * share)})
 
     # results
 
@@ -461,22 +563,16 @@ def has_expandable_segments():
 # ---- 3. A rank without memory ------------------------------------------------------------------
 
 
-@contextmanager
 def thin_causal_mask(dtype):
     """While open, the mask that a CPU kernel wants has one element, expanded to T/2cp x prefix.
 
     So fake tensors count what CUDA would allocate, whose kernels want no mask.
     """
-    original = CausalBias._materialize
 
     def materialise(bias, device=None):
         return torch.zeros((), dtype=dtype, device=device).expand(bias.seq_len_q, bias.seq_len_kv)
 
-    CausalBias._materialize = materialise
-    try:
-        yield
-    finally:
-        CausalBias._materialize = original
+    return mock.patch.object(CausalBias, "_materialize", materialise)
 
 
 class FusedNorm(torch.autograd.Function):
@@ -489,40 +585,48 @@ class FusedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         """x and its norm (B, T, D)."""
-        ctx.save_for_backward(x, weight, x.sum(-1, keepdim=True, dtype=torch.float32))
-        return torch.empty_like(x)
+        ctx.save_for_backward(x, weight, x[..., :1].float())
+        return x * 1.0  # reads and writes what the kernel does
 
     @staticmethod
     def backward(ctx, grad):
         """Of x, and of the weight a sum over tokens: under tp a partial one, to be reduced."""
-        return torch.empty_like(grad), grad.sum(tuple(range(grad.ndim - 1)))
+        return grad * ctx.saved_tensors[0], grad.sum(tuple(range(grad.ndim - 1)))
 
 
-@contextmanager
 def fused_norms():
     """While open, RMSNorm is `FusedNorm`."""
-    original = nn.RMSNorm.forward
-    nn.RMSNorm.forward = lambda self, x: FusedNorm.apply(x, self.weight)
-    try:
-        yield
-    finally:
-        nn.RMSNorm.forward = original
+    forward = lambda self, x: FusedNorm.apply(x, self.weight)  # noqa: E731
+    return mock.patch.object(nn.RMSNorm, "forward", forward)
 
 
-@contextmanager
+class FusedLoss(torch.autograd.Function):
+    """Cross-entropy as a compiler makes it: for backward it keeps the logits as they came."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, n_valid_tokens):
+        """The loss of logits (B, T, V); two float32 numbers a token are kept as well."""
+        ctx.save_for_backward(logits, labels, *(n.float() for n in logits.aminmax(dim=-1)))
+        return n_valid_tokens.float() * 0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0] * grad.to(ctx.saved_tensors[0]), None, None
+
+
+def fused_loss():
+    """While open, the loss is `FusedLoss`."""
+    return mock.patch.object(parallel, "cross_entropy", FusedLoss.apply)
+
+
 def even_loads(n_rows):
     """While open, ep exchanges as if every expert had as many rows: fake counts cannot be read."""
-    original = parallel.read_lengths
 
     def read_lengths(sent, received):
         ep = len(sent)
         return [[n_rows // ep + (rank < n_rows % ep) for rank in range(ep)]] * 2
 
-    parallel.read_lengths = read_lengths
-    try:
-        yield
-    finally:
-        parallel.read_lengths = original
+    return mock.patch.object(parallel, "read_lengths", read_lengths)
 
 
 def skip_warmup(schedule):
@@ -548,6 +652,7 @@ def trace_rank(args, config, rank):
 
     gc.disable()  # as in a run; and what cycles hold would be given back at chance moments
     started_s = time.perf_counter()
+    is_compiled = args.compile
     args = argparse.Namespace(**vars(args) | {"compile": False, "async_tp": False})
     args.float8_emulate |= args.float8 == "mxfp8"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
@@ -561,6 +666,7 @@ def trace_rank(args, config, rank):
         FakeTensorMode(allow_non_fake_inputs=True),
         thin_causal_mask(train.DTYPES[args.param_dtype]),
         fused_norms(),
+        fused_loss() if is_compiled and not job.loss_parallel else nullcontext(),
         even_loads(n_tokens * config.top_k),
     ):
         job = train.start(args, job, draw=lambda name, shape: torch.empty(shape))
@@ -573,10 +679,12 @@ def trace_rank(args, config, rank):
         job.optimizer.step()
         job.optimizer.zero_grad()
         sizes = {"local_batch_size": args.local_batch_size, "max_norm": args.max_norm}
-        with Account(job) as account:
+        with Account(job, is_compiled=is_compiled) as account:
             train.train_step(job, tokens, tokens, **sizes)
     moment, peak_bytes = account.peak()
     reserved = reserved_bytes(account.events, is_expandable=has_expandable_segments())
+    title = f"Memory of rank {rank} in a step, allocation by allocation"
+    picture = draw_memory(account.held(), sum(reserved.values()), title)
     units = [[name for name, _ in named_units(stage)] for stage in job.stages]
     axes, phases = ("pp", "dp_replicate", "fsdp", "cp", "tp"), ("forward", "recomputed", "backward")
     axes += ("ep",) if config.n_experts else ()
@@ -593,9 +701,11 @@ def trace_rank(args, config, rank):
         "peak_moment": dict(zip(("phase", "module", "op"), moment, strict=True)),
         "flops": {phase: sum(n[phase] for n in account.flops.values()) for phase in phases},
         "flops_by_module": account.flops,
+        "work": account.work,
         "collectives": account.collectives,
         "weights": [describe_weight(name, weight) for name, weight in job.weights],
         "plan": plan.getvalue(),
+        "picture": picture,
         "seconds": time.perf_counter() - started_s,
     }
 
@@ -609,7 +719,10 @@ def describe_weight(name, weight):
 
 
 def trace_ranks(jobs):
-    """[trace_rank(*job) for job in jobs], each in a process of its own, a core for each."""
+    """[trace_rank(*job) for job in jobs], each in a process of its own, a core for each.
+
+    Says on stderr that it does, since large models take minutes.
+    """
     rows, n_cores = [], os.cpu_count()
     options = {
         "mp_context": multiprocessing.get_context("fork"),
@@ -617,6 +730,8 @@ def trace_ranks(jobs):
         "initargs": (signal.SIGINT, signal.SIG_DFL),
     }
     for some in (jobs[i : i + n_cores] for i in range(0, len(jobs), n_cores)):
+        numbers = ", ".join(str(rank) for _, _, rank in some)
+        print(f"tracing rank {numbers} ..", end="\r", file=sys.stderr, flush=True)
         try:
             with ProcessPoolExecutor(len(some), **options) as pool:
                 rows += pool.map(trace_rank, *zip(*some, strict=True))
@@ -633,52 +748,165 @@ def default_ranks(args):
     return sorted({0, args.world_size - args.world_size // args.pp})
 
 
-# ---- 4. The schedule, by FLOPs -----------------------------------------------------------------
+# ---- 4. Time -----------------------------------------------------------------------------------
+#
+# A step's seconds are its work over the rates of a device, added up stage by stage:
+#
+#     matmuls      FLOPs by dtype, the recomputed ones as well; float8's rate includes its casts
+#     attention    FLOPs of the pairs that a causal mask leaves
+#     memory       bytes that all other operations read and write; with --compile each tensor that
+#                  is made at all once, by the kernel of a block and pass
+#     tp, cp, ep   bytes that a rank sends while it waits; AsyncTP hides a part of tp's
+#     a pipeline   its time line, of stages that take this long
+#     fsdp         what its bytes take longer than the computation that they hide behind
+#
+# The rates are shares of published peaks. Three are fitted, to 22 published runs on H100s
+# (tests/paper_tables.py has them): bf16, float8, and what AsyncTP hides. The others were set once.
+# Not estimated: latencies, waiting for slow ranks, data, checkpoints and what a pipeline sends.
+
+DEVICES = {  # dense TFLOP/s; GB/s of memory, and of NVLink and NIC in one direction
+    "h100": {"bf16": 989, "fp8": 1979, "fp32": 67, "memory": 3350, "nvlink": 450, "nic": 50},
+    "h200": {"bf16": 989, "fp8": 1979, "fp32": 67, "memory": 4800, "nvlink": 450, "nic": 50},
+    "b200": {"bf16": 2250, "fp8": 4500, "fp32": 80, "memory": 8000, "nvlink": 900, "nic": 50},
+}
+SHARES = {"bf16": 0.465, "fp8": 0.404, "fp32": 0.465, "memory": 0.85, "nvlink": 2 / 3, "nic": 1.0}
+ATTENTION_SHARE = 0.303  # of the bf16 peak
+HIDDEN = 0.6  # of tp's bytes, by AsyncTP
+GPUS_A_HOST = 8
+TERA = ("bf16", "fp8", "fp32", "attention")  # TFLOP/s; the others are GB/s
 
 
-def stage_durations(stages, *, head, block_again, head_again):
-    """How long each stage computes, an average one's forward being 1, for `pipeline.timeline`.
+def rates_of(args):
+    """{what: FLOPs or bytes a second} of --device-name and --rates, as a job of these flags does.
 
-    Args:    stages, their module names; head, the cost of `output` in blocks; block_again and
-             head_again, the share of its forward that either computes again in its backward (of
-             which a split backward is supposed to do half in each of its halves).
+    An axis's ring takes the NIC if its ranks, with all axes further in, are more than a host has.
     """
-    blocks = [sum(name.startswith("layers.") for name in names) for names in stages]
-    heads = [head * ("output" in names) for names in stages]
-    unit = (sum(blocks) + sum(heads)) / len(stages)
+    peaks = DEVICES[args.device_name]
+    rates = {what: peak * SHARES[what] for what, peak in peaks.items()}
+    rates |= {"attention": peaks["bf16"] * ATTENTION_SHARE, "hidden": HIDDEN} | args.rates
+    rates |= {what: rate * 1000 for what, rate in rates.items() if what in TERA}
+    extent = 1
+    degrees = {"tp": args.tp, "cp": args.cp, "fsdp": args.dp_shard}
+    for axis, degree in (degrees | {"dp_replicate": args.dp_replicate}).items():
+        extent *= degree
+        rates[axis] = rates["nvlink" if extent <= GPUS_A_HOST else "nic"]
+    rates["efsdp"] = rates["fsdp"]
+    rates["ep"] = rates["nvlink" if args.ep <= GPUS_A_HOST else "nic"]
+    rates["tp"] /= 1 - rates["hidden"] if args.async_tp else 1
+    return {what: rate * 1e9 for what, rate in rates.items()}
+
+
+def unit_of(name):
+    return "block" if name.startswith("layers.") else name
+
+
+def time_units(rows, rates, n_runs):
+    """{unit: {phase: {what: seconds in one microbatch}}}; the unit "block" is an average block.
+
+    Args:    n_runs, how often each module ran in the step that was traced.
+    """
+    units = {}
+    n_traced = Counter(unit_of(name) for row in rows for name in row["work"])
+    for name, phases in (pair for row in rows for pair in row["work"].items()):
+        for phase, work in phases.items():
+            spent = units.setdefault(unit_of(name), {}).setdefault(phase, Counter())
+            for what, amount in work.items():
+                spent[what] += amount / rates[what] / n_runs / n_traced[unit_of(name)]
+    return units
+
+
+def spent_on(names, units, phases=("forward", "recomputed", "backward")):
+    """{what: seconds} of one microbatch in a stage of these modules."""
+    spent = Counter()
+    for name in [*names, *(["loss"] if "output" in names else [])]:
+        for phase in phases:
+            spent.update(units.get(unit_of(name), {}).get(phase, {}))
+    return spent
+
+
+def stage_durations(stages, units):
+    """Seconds of each stage's F, B, I and W in one microbatch, for `pipeline.timeline`.
+
+    Args:    stages, their module names; units, of `time_units`. Of a backward split in two, each
+             half is supposed to take as long.
+    """
     durations = []
-    for n, h in zip(blocks, heads, strict=True):
-        f, again = (n + h) / unit, (n * block_again + h * head_again) / unit
-        durations.append({"F": f, "B": 2 * f + again, "I": f + again / 2, "W": f + again / 2})
+    for names in stages:
+        forward = spent_on(names, units, ["forward"]).total()
+        backward = spent_on(names, units, ["recomputed", "backward"]).total()
+        durations.append({"F": forward, "B": backward, "I": backward / 2, "W": backward / 2})
     return durations
 
 
-def time_schedule(args, config, rows):
-    """A pipeline's accounts, with stages that cost what their FLOPs say; draws OUT/timeline.svg.
+def time_schedule(args, stages, durations):
+    """Of one local batch, (seconds, [seconds that each pp rank computes], the schedule's facts).
 
-    `rows` are traced ranks', which know how much of their blocks is computed again.
+    Draws OUT/timeline.svg where there is a pipeline.
     """
-    modules = [pair for row in rows for pair in row["flops_by_module"].items()]
-    blocks = [flops for name, flops in modules if name.startswith("layers.")]
-    once, again = (sum(flops[phase] for flops in blocks) for phase in ("forward", "recomputed"))
-    last_block = model.block_flops(config, args.seq_len, config.n_layers - 1)
-    durations = stage_durations(
-        train.stage_names(args, config),
-        head=model.head_flops(config) / last_block,
-        block_again=again / once if once else 0.0,
-        head_again=1.0 if args.loss_chunks > 1 else 0.0,
-    )
+    if args.pp == 1:
+        busy = [durations[0]["F"] + durations[0]["B"]]
+        return busy[0], busy, None
     n_microbatches = args.local_batch_size // args.microbatch_size
     shape = (args.pp_schedule, args.pp, n_microbatches, args.stages_per_rank)
     even, uneven = pipeline.timeline(*shape), pipeline.timeline(*shape, durations=durations)
-    (Path(args.out) / "timeline.svg").write_text(pipeline.draw_svg(uneven))
+    title = f"One local batch: {args.pp_schedule}, {n_microbatches} microbatches, idle "
+    title += f"{pipeline.bubble_fraction(uneven):.1%}"
+    picture = pipeline.draw_svg(uneven, title, "seconds")
+    (Path(args.out) / "timeline.svg").write_text(picture)
     busy = [sum(op.end - op.start for op in ops) for ops in uneven]
+    return (
+        max(ops[-1].end for ops in uneven),
+        busy,
+        {
+            "bubble_if_stages_were_equal": pipeline.bubble_fraction(even),
+            "bubble": pipeline.bubble_fraction(uneven),
+            "work": [b * args.pp / sum(busy) for b in busy],  # of each pp rank, 1 on average
+            "in_flight": pipeline.peaks_in_flight(even),  # microbatches x stages, of each pp rank
+        },
+    )
+
+
+def estimate(args, config, rows):
+    """(How long a step takes on GPUs, and the schedule's facts or None): simulation.json has both.
+
+    Args:    rows of traced ranks, the first and the last stage's among them.
+    """
+    rates, stages = rates_of(args), train.stage_names(args, config)
+    n_data_ranks = args.dp_replicate * args.dp_shard
+    n_batches = args.global_batch_size // (args.local_batch_size * n_data_ranks)
+    n_runs = n_batches * (args.local_batch_size // args.microbatch_size if args.pp > 1 else 1)
+    units = time_units(rows, rates, n_runs)
+    batch_s, busy_s, schedule = time_schedule(args, stages, stage_durations(stages, units))
+    fsdp_s = 0.0
+    for row in rows:
+        sent = [
+            n["sent_bytes"] / rates[axis]
+            for axis in ("fsdp", "efsdp", "dp_replicate")
+            for n in row["collectives"].get(axis, {}).values()
+        ]
+        fsdp_s = max(fsdp_s, sum(sent) - n_batches * busy_s[row["coordinates"]["pp"]])
+    update_s = spent_on(["optimizer"], units, ["update"]).total() * n_runs
+    step_s = n_batches * batch_s + fsdp_s + update_s
+    spent = Counter()
+    for names in stages:
+        spent.update(spent_on(names, units))
+    mean = {what: s * n_runs / args.pp for what, s in spent.items()}  # of an average rank
+    per_device = args.global_batch_size * args.seq_len / step_s / args.world_size
+    flops = per_device * model.flops_per_token(config, args.seq_len)
     return {
-        "bubble_if_stages_were_equal": pipeline.bubble_fraction(even),
-        "bubble": pipeline.bubble_fraction(uneven),
-        "work": [b * args.pp / sum(busy) for b in busy],  # of each pp rank, 1 on average
-        "in_flight": pipeline.peaks_in_flight(even),  # microbatches x stages, of each pp rank
-    }
+        "device": args.device_name,
+        "step_s": step_s,
+        "tokens_per_s": per_device * args.world_size,
+        "tokens_per_s_per_device": per_device,
+        # of bf16 alone, as train.py's: with float8, matmuls of two peaks are mixed (paper §3.2)
+        "mfu": None if args.float8 else flops / 1e12 / DEVICES[args.device_name]["bf16"],
+        "exposed": {  # seconds of an average rank's step in which no matmul and no attention runs
+            "bubble": n_batches * (batch_s - sum(busy_s) / args.pp),
+            **{axis: mean.get(axis, 0.0) for axis in ("tp", "cp", "ep")},
+            "fsdp": fsdp_s,
+            "memory": mean["memory"] + update_s,
+        },
+    }, schedule
 
 
 # ---- 5. What fits ------------------------------------------------------------------------------
@@ -767,7 +995,7 @@ def find_fit(typed, args, rows):
     return {"fits": fits, "changes": changes, "largest_batch": text}
 
 
-# ---- 6. What is printed ------------------------------------------------------------------------
+# ---- 6. What is printed and drawn --------------------------------------------------------------
 
 
 def readable(n_bytes):
@@ -798,6 +1026,46 @@ def describe_rank(row):
     return "\n".join(lines)
 
 
+KIND_COLORS = ("#6baed6", "#fd8d3c", "#9e9ac8", "#fdd0a2", "#a1d99b", "#d9d9d9")  # as KINDS
+
+
+def draw_memory(held, reserved_bytes, title):
+    """What a rank holds in the course of a step, stacked by kind, as an SVG picture.
+
+    Args:    held, of `Account.held`: from left to right are allocations, not seconds.
+    """
+    left, top, width, height, n_columns = 60, 44, pipeline.PAGE - 70, 300, 400
+    groups = torch.arange(len(held)).tensor_split(min(n_columns, len(held)))
+    columns = torch.stack([held[group[held[group].sum(1).argmax()]] for group in groups])
+    stacked = torch.cat([torch.zeros(len(columns), 1), columns.double().cumsum(1)], 1)
+    scale = height / reserved_bytes
+
+    def point(column, n_bytes):
+        x, y = left + width * column / (len(columns) - 1), top + height - n_bytes * scale
+        return f"{x:.1f},{y:.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="11" '
+        f'viewBox="0 0 {pipeline.PAGE} {top + height + 12}">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="6" y="16" font-size="13">{title}</text>',
+    ]
+    for i, (kind, color) in enumerate(zip(KINDS, KIND_COLORS, strict=True)):
+        x = left + 130 * i
+        parts.append(f'<rect x="{x}" y="25" width="12" height="12" fill="{color}"/>')
+        parts.append(f'<text x="{x + 17}" y="35">{kind}</text>')
+        upper = [point(c, float(stacked[c, i + 1])) for c in range(len(columns))]
+        lower = [point(c, float(stacked[c, i])) for c in reversed(range(len(columns)))]
+        parts.append(f'<polygon fill="{color}" points="{" ".join(upper + lower)}"/>')
+    at = int(stacked[:, -1].argmax())
+    marks = (("reserved", 0, reserved_bytes), ("peak", at, float(stacked[at, -1])))
+    for name, column, n_bytes in marks:
+        x, y = map(float, point(column, n_bytes).split(","))
+        parts.append(f'<path d="M{left} {y}H{left + width}" stroke="#444" stroke-dasharray="4"/>')
+        parts.append(f'<text x="{x + 4}" y="{y + 12}">{name} {readable(n_bytes)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def describe_split(weights):
     """A line for each kind of parameter: names, full shape, what is split over which axis."""
     kinds = {}
@@ -817,7 +1085,7 @@ def describe_ranks(args, rows):
     ranks = " and ".join(str(row["rank"]) for row in rows)
     pairs = [("split", f"of the weights of rank {ranks}\n{describe_split(weights.values())}")]
     for is_on, note in (
-        (args.compile, "--compile is not traced"),
+        (args.compile, "of --compile, what it fuses in a block is traced, and nothing else"),
         (args.async_tp, "--async-tp is not traced"),
         (args.ep > 1, "every expert is taken to get as many rows"),
         (args.float8 == "mxfp8", "mxfp8 is emulated, which under tp sends other tensors"),
@@ -830,7 +1098,39 @@ def describe_ranks(args, rows):
     return [*pairs, ("peak", f"{text} on rank {largest['rank']}, of those traced")]
 
 
+def describe_time(args, found, schedule):
+    """(label, text) pairs: the step's estimated time, and a pipeline's time line."""
+    mfu = "" if found["mfu"] is None else f", MFU {found['mfu']:.1%}"
+    exposed = [f"{what} {s / found['step_s']:.0%}" for what, s in found["exposed"].items() if s]
+    lines = [
+        f"{found['step_s']:.3g} s a step, estimated from the rates of {found['device']}: "
+        f"{found['tokens_per_s_per_device']:,.0f} tokens/s a GPU{mfu}",
+        f"of it without a matmul or attention: {', '.join(exposed)}",
+    ]
+    if schedule:
+        slowest = schedule["work"].index(max(schedule["work"]))
+        lines += [
+            f"bubble {schedule['bubble']:.1%}; pp rank {slowest} works most, "
+            f"{max(schedule['work']):.2f} of the mean; drawn into {args.out}/timeline.svg",
+            f"chunks in flight on each pp rank: {schedule['in_flight']}",
+        ]
+    return [("time", "\n".join(lines))]
+
+
 # ---- 7. The program ----------------------------------------------------------------------------
+
+
+def read_rates(text):
+    """bf16=460,memory=2040 -> {"bf16": 460.0, "memory": 2040.0}"""
+    known, rates = [*DEVICES["h100"], "attention", "hidden"], {}
+    for pair in text.split(","):
+        what, _, rate = pair.partition("=")
+        if what not in known:
+            raise argparse.ArgumentTypeError(f"has no rate {what!r}: try {', '.join(known)}")
+        rates[what] = train.more_than_zero(rate or "0")
+    if rates.get("hidden", 0) >= 1:
+        raise argparse.ArgumentTypeError("hides all of tp's bytes: hidden must be less than 1")
+    return rates
 
 
 def parse_args(argv=None):
@@ -843,6 +1143,11 @@ def parse_args(argv=None):
         help="ranks of the job -> simulate.py:trace_rank")
     add("--ranks", type=train.at_least(0), nargs="+", metavar="RANK", help="to trace; if not "
         "given, one of the first and one of the last pp rank -> simulate.py:default_ranks")
+    add("--device-name", choices=DEVICES, default="h100",
+        help="whose published rates the time is estimated from -> simulate.py:rates_of")
+    add("--rates", type=read_rates, default={}, metavar="WHAT=RATE,..", help="measured ones "
+        f"instead: {', '.join(TERA)} in TFLOP/s; memory, nvlink, nic in GB/s; hidden, a share "
+        "-> simulate.py:rates_of")
     add("--gpu-memory-gib", type=train.more_than_zero, metavar="GIB",
         help="of one GPU: find what would fit into it -> simulate.py:find_fit")
     return train.parse_args(argv, parser)
@@ -883,27 +1188,26 @@ def read_command(argv=None):
 def main(argv=None):
     typed, args, config = read_command(argv)
     out = Path(args.out)
-    ranks = sorted(set(args.ranks or default_ranks(args)))
-    rows = trace_ranks([(args, config, rank) for rank in ranks])
+    out.mkdir(parents=True, exist_ok=True)
+    ends = default_ranks(args)  # whose stages the time needs
+    asked = sorted(set(args.ranks or ends))
+    traced = trace_ranks([(args, config, rank) for rank in sorted({*asked, *ends})])
+    rows = [row for row in traced if row["rank"] in asked]
+    for row in traced:
+        (out / f"memory-{row['rank']}.svg").write_text(row.pop("picture"))
     print(rows[0]["plan"], end="")
     watch.print_pairs(describe_ranks(args, rows))
+    time_found, schedule = estimate(args, config, traced)
+    watch.print_pairs(describe_time(args, time_found, schedule))
     result = {"flags": vars(args), "model": dataclasses.asdict(config), "ranks": rows}
     result["model_flops_per_token"] = model.flops_per_token(config, args.seq_len)
-    out.mkdir(parents=True, exist_ok=True)
-    if args.pp > 1:
-        schedule = result["schedule"] = time_schedule(args, config, rows)
-        slowest = schedule["work"].index(max(schedule["work"]))
-        watch.print_pairs([("time", (
-            f"bubble {schedule['bubble']:.1%} by the stages' FLOPs; pp rank {slowest} works most, "
-            f"{max(schedule['work']):.2f} of the mean; drawn into {out}/timeline.svg\n"
-            f"chunks in flight on each pp rank: {schedule['in_flight']}"
-        ))])  # fmt: skip
+    result |= {"estimate": time_found} | ({"schedule": schedule} if schedule else {})
     path = out / "simulation.json"
     path.write_text(json.dumps(result, indent=1))  # already, since what follows may take minutes
     if args.gpu_memory_gib:
         result["fit"] = find_fit(typed, args, rows)
         path.write_text(json.dumps(result, indent=1))
-    seconds = max(row["seconds"] for row in rows)
+    seconds = max(row["seconds"] for row in traced)
     watch.print_pairs([("done", f"traced in {seconds:.0f} s a rank; all in {path}")])
 
 

@@ -5,16 +5,19 @@ benchmarks/llama3_h100_202412_torchtitan.md of its repository ("T2" below is tab
 is the peak of the bytes its allocator reserved, on the GPU where it was highest, and here that of
 simulate.py's replay, on the first, the second or the last pipeline rank. The published runs do not
 name the number of microbatches: here it is the pipeline's degree, as was the default then. Where
-their layout differed from ours it is theirs here: `trace`.
+their layout differed from ours it is theirs here: `trace`. Their tokens/s are compared with what
+simulate.py estimates from the work that is stored in published_work.json, which this writes.
 """
 
 import dataclasses
 import functools
+import json
 import os
 import shlex
 import sys
 import tempfile
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -30,27 +33,29 @@ import parallel  # noqa: E402
 import pipeline  # noqa: E402
 import simulate  # noqa: E402
 
+WORK = ROOT / "tests/published_work.json"
 FLOAT8 = "--float8 tensorwise --float8-all-gather"
 LONG_405B = (
     "llama3_405b_pp8 --world-size 512 --pp-schedule 1F1B --local-batch-size 8 --microbatch-size 1"
 )
-# (name, recipe and flags here, tokens/s a GPU, GiB)
+# (name, recipe and flags here, tokens/s a GPU, GiB); "eager": without the recipe's --compile,
+# "blocking": without its --async-tp
 PUBLISHED = [
-    ("table 1: 8B, FSDP 8", "llama3_8b --world-size 8", 6258, 81.9),
+    ("table 1: 8B, FSDP 8", "eager llama3_8b --world-size 8", 6258, 81.9),
     ("+ compile", "llama3_8b --world-size 8", 6674, 77.0),
     ("+ float8", f"llama3_8b --world-size 8 {FLOAT8}", 9409, 76.8),
-    ("T1, the same: FSDP 8", "llama3_8b --world-size 8", 5762, 82.4),
+    ("T1, the same: FSDP 8", "eager llama3_8b --world-size 8", 5762, 82.4),
     ("+ compile", "llama3_8b --world-size 8", 6667, 77.0),
     ("+ float8", f"llama3_8b --world-size 8 {FLOAT8}", 8532, 76.8),
-    ("table 2: 8B, FSDP 128", "llama3_8b --world-size 128", 5645, 67.0),
+    ("table 2: 8B, FSDP 128", "eager llama3_8b --world-size 128", 5645, 67.0),
     ("+ compile", "llama3_8b --world-size 128", 6482, 62.1),
     ("+ float8", "llama3_8b_128 --world-size 128", 9319, 61.8),
-    ("T3, the same: FSDP 128", "llama3_8b --world-size 128", 5605, 67.0),
+    ("T3, the same: FSDP 128", "eager llama3_8b --world-size 128", 5605, 67.0),
     ("+ compile", "llama3_8b --world-size 128", 6514, 62.0),
     ("+ float8", "llama3_8b_128 --world-size 128", 8380, 61.8),
-    ("table 3: 70B, FSDP 32 x TP 8", "llama3_70b --world-size 256", 897, 70.3),
+    ("table 3: 70B, FSDP 32 x TP 8", "blocking llama3_70b --world-size 256", 897, 70.3),
     ("+ async TP", "llama3_70b --world-size 256", 1010, 67.7),
-    ("T4, the same: 70B", "llama3_70b --world-size 256", 829, 71.9),
+    ("T4, the same: 70B", "blocking llama3_70b --world-size 256", 829, 71.9),
     ("+ async TP", "llama3_70b --world-size 256", 876, 67.6),
     ("table 4: 405B, FSDP 4 x TP 8 x PP 16, 1F1B",
      "llama3_405b --world-size 512 --pp-schedule 1F1B", 100, 78.0),
@@ -78,8 +83,14 @@ CHOICES = [  # changes to table 1's first row
 
 def read(text):
     """(args, config) of a row: a recipe's name and further flags."""
-    recipe, *flags = shlex.split(text)
-    return simulate.read_command([f"@{ROOT}/recipes/{recipe}.args", *flags])[1:]
+    words = shlex.split(text)
+    without = [word for word in words if word in ("eager", "blocking")]
+    recipe, *flags = words[len(without) :]
+    args, config = simulate.read_command([f"@{ROOT}/recipes/{recipe}.args", *flags])[1:]
+    args.compile &= "eager" not in without
+    args.async_tp &= "blocking" not in without
+    args.rates = {"memory": 0.85 * 2400}  # GB/s: HBM2e
+    return args, config
 
 
 def ranks_of(args):
@@ -137,6 +148,7 @@ def trace(jobs, contexts=parallel.selective_contexts):
         mock.patch.object(parallel, "look_up", look_up_as_published),
         mock.patch.object(parallel, "selective_contexts", contexts),
         mock.patch.object(pipeline.PipelineSchedule, "call", call_and_keep_outputs),
+        mock.patch.object(simulate, "fused_loss", nullcontext),  # their loss was not compiled
     ):
         return simulate.trace_ranks(jobs)
 
@@ -147,7 +159,7 @@ def trace_published(text, ranks):
 
 
 def largest_rows(texts, trace=trace):
-    """{flags: account of the rank that reserves most}."""
+    """{flags: accounts of its ranks, that which reserves most first}."""
     jobs = [(text, *read(text)) for text in dict.fromkeys(texts)]
     jobs = [
         (text, args, config, rank)
@@ -157,63 +169,88 @@ def largest_rows(texts, trace=trace):
     rows = {}
     traced = trace([job[1:] for job in jobs])
     for (text, *_), row in zip(jobs, traced, strict=True):
-        if text not in rows or row["reserved_bytes"] > rows[text]["reserved_bytes"]:
-            rows[text] = row
+        rows.setdefault(text, []).append(row)
+    for same in rows.values():
+        same.sort(key=lambda row: -row["reserved_bytes"])
     return rows
 
 
-def is_eager(name, flags):
-    return flags.startswith("llama3_8b --world-size") and not name.startswith("+")
+def work_of(row):
+    """What an estimate takes of a rank's account; of its blocks an average one."""
+    units, n_blocks = {}, sum(name.startswith("layers.") for name in row["work"])
+    for name, phases in row["work"].items():
+        unit, n = ("layers.0", n_blocks) if name.startswith("layers.") else (name, 1)
+        for phase, work in phases.items():
+            sums = units.setdefault(unit, {}).setdefault(phase, Counter())
+            sums.update({what: amount / n for what, amount in work.items()})
+    return {"work": units} | {key: row[key] for key in ("collectives", "coordinates")}
 
 
-def print_published():
-    print("| run | tokens/s a GPU | that is TFLOPs | GiB | reserved | ratio | live | reached in |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    rows, of_paper = {}, True
-    for name, flags, *_ in PUBLISHED:
+def estimate(text, work):
+    """(Tokens/s of a GPU, the schedule's facts) of a row, from the work that was stored."""
+    args, config = read(text)
+    with tempfile.TemporaryDirectory() as args.out:
+        found, schedule = simulate.estimate(args, config, work[text.removeprefix("blocking ")])
+    return found["tokens_per_s_per_device"], schedule
+
+
+def trace_all():
+    """{(flags, whether of the paper): accounts of its ranks}."""
+    found, of_paper = {}, True
+    for name, text, *_ in PUBLISHED:
         if name.startswith(("table", "T")):  # the others belong to the one above them
             of_paper = name.startswith("table")
-        rows[name, flags, is_eager(name, flags), of_paper] = None
+        found[text.removeprefix("blocking "), of_paper] = None
     for of_paper in (True, False):  # whose segments did not expand, and those of December 2024
         os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{not of_paper}"
         for eager, contexts in ((True, eager_contexts), (False, parallel.selective_contexts)):
-            keys = [key for key in rows if key[2:] == (eager, of_paper)]
+            same = [text for text, paper in found if paper == of_paper]
+            texts = [text for text in same if text.startswith("eager") == eager]
             traced = functools.partial(trace, contexts=contexts)
-            found = largest_rows([flags for _, flags, _, _ in keys], traced) if keys else {}
-            rows |= {key: found[key[1]] for key in keys}
+            for text, rows in largest_rows(texts, traced).items() if texts else ():
+                found[text, of_paper] = rows
     del os.environ["PYTORCH_ALLOC_CONF"]
-    for (name, flags, speed, gib), row in zip(PUBLISHED, rows.values(), strict=True):
-        args, config = read(flags)
+    return found
+
+
+def print_published():
+    found, of_paper = trace_all(), True
+    work = {text: [work_of(row) for row in rows] for (text, _), rows in found.items()}
+    WORK.write_text(json.dumps(work, separators=(",", ":")))
+    print("| run | tokens/s a GPU | TFLOPs | estimated | ratio | GiB | reserved | ratio | live |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, text, speed, gib in PUBLISHED:
+        if name.startswith(("table", "T")):
+            of_paper = name.startswith("table")
+        key = text.removeprefix("blocking ")
+        row, (args, config) = found[key, of_paper][0], read(text)
         tflops = speed * model.flops_per_token(config, args.seq_len) / 1e12
-        reserved, live = (row[key] / 2**30 for key in ("reserved_bytes", "peak_bytes"))
-        at = row["peak_moment"]
+        reserved, live = row["reserved_bytes"] / 2**30, row["peak_bytes"] / 2**30
+        estimated = estimate(text, work)[0]
         print(
-            f"| {name} | {speed:,} | {tflops:.0f} | {gib} | {reserved:.1f} | "
-            f"{reserved / gib:.2f} | {live:.1f} | {at['phase']} of {at['module']} |",
+            f"| {name} | {speed:,} | {tflops:.0f} | {estimated:,.0f} | {estimated / speed:.2f} | "
+            f"{gib} | {reserved:.1f} | {reserved / gib:.2f} | {live:.1f} |",
             flush=True,
         )
+    return work
 
 
-def print_schedules():
+def print_schedules(work):
     """How much faster interleaving is at the same work: the ratio of busy shares."""
-    print("| 405B | equal stages | stages by FLOPs | published |")
+    print("| 405B | equal stages | stages by their time | published |")
     print("| --- | --- | --- | --- |")
     for recipe, published in (("llama3_405b", "130 / 100"), ("llama3_405b_pp8", "128 / 100")):
         busy = []
         for schedule in (" --pp-schedule 1F1B", ""):
-            text = f"{recipe} --world-size 512{schedule}"
-            args, config = read(text)
-            row = simulate.trace_ranks([(args, config, 0)])
-            with tempfile.TemporaryDirectory() as args.out:
-                bubbles = simulate.time_schedule(args, config, row)
-            busy.append([1 - bubbles["bubble_if_stages_were_equal"], 1 - bubbles["bubble"]])
-        equal, by_flops = (new / old for old, new in zip(*busy, strict=True))
-        print(f"| {args.pp} stages | {equal:.3f} | {by_flops:.3f} | {published} |")
+            facts = estimate(f"{recipe} --world-size 512{schedule}", work)[1]
+            busy.append([1 - facts["bubble_if_stages_were_equal"], 1 - facts["bubble"]])
+        equal, timed = (new / old for old, new in zip(*busy, strict=True))
+        print(f"| {recipe} | {equal:.3f} | {timed:.3f} | {published} |")
 
 
 def print_choices():
     texts = [f"llama3_8b --world-size 8 {flags}" for flags in CHOICES]
-    rows = largest_rows(texts, simulate.trace_ranks)
+    rows = {text: rows[0] for text, rows in largest_rows(texts, simulate.trace_ranks).items()}
     print("| flags | reserved GiB | live | activations | recomputed FLOPs | all-gathered GiB |")
     print("| --- | --- | --- | --- | --- | --- |")
     for flags, text in zip(CHOICES, texts, strict=True):
@@ -229,8 +266,8 @@ def print_choices():
 
 
 if __name__ == "__main__":
-    print_published()
+    published_work = print_published()
     print()
-    print_schedules()
+    print_schedules(published_work)
     print()
     print_choices()

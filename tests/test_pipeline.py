@@ -807,8 +807,14 @@ def test_the_tool_prints_a_schedule_within_100_columns_and_draws_it(tmp_path):
     assert max(map(len, done.stdout.splitlines())) <= 100
     # (p-1)/(v m + p-1) = 3/19; in flight 2(p-r-1) + (v-1)p + 1
     assert "fraction  0.1579" in done.stdout and "[11, 9, 7, 5]" in done.stdout
-    boxes = [e for e in xml.etree.ElementTree.parse(svg).iter() if e.tag.endswith("title")]
+    drawn = list(xml.etree.ElementTree.parse(svg).iter())
+    boxes = [e for e in drawn if "stroke-width" in e.attrib]
     assert len(boxes) == 2 * 8 * 8  # forward and backward, 8 stages, 8 microbatches
+    # 24 of a forward's time on each of 2 stages, and 3 idle stages' at 3: 2 (3 x 8) + 3 x 3 = 57
+    ends = [float(e.attrib["x"]) + float(e.attrib["width"]) for e in boxes]
+    assert max(ends) == pytest.approx(pipeline.PAGE - 10, abs=0.2)
+    texts = [e.text for e in drawn if e.tag.endswith("text")]
+    assert {"pp 0", "pp 3", "forward", "backward", "forwards", "50"} <= set(texts)
 
 
 def test_the_tool_writes_a_schedule_to_start_from(tmp_path, capsys):
