@@ -968,7 +968,7 @@ def build_parser():
         "-> watch.py:dump_memory")
     add("--flight-recorder", type=at_least(0), default=0, metavar="N",
         help="remember the last N collectives, and write them into OUT/flight when a rank fails or "
-        "hangs -> watch.py:record_collectives")
+        "hangs, for `python watch.py OUT` -> watch.py:record_collectives")
     add("--check-ranks-every", type=at_least(0), default=0, help="steps; compare what ranks must "
         "have in common, 0: never -> watch.py:check_ranks")
     add("--timeout-s", type=more_than_zero, default=300.0,

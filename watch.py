@@ -496,7 +496,7 @@ def describe_hang(records):
 
     lines, groups = [], {}  # of each group {rank: its last entry there}
     for rank, entries in records.items():
-        last = f"came last to {tell(entries[-1])}" if entries else "left no record: it was stopped"
+        last = f"came last to {tell(entries[-1])}" if entries else "left no record: stopped or dead"
         lines.append(f"rank {rank} {last}")
         for entry in entries:
             if not entry["is_p2p"]:

@@ -196,6 +196,8 @@ def test_a_finished_run_says_so_and_can_be_extended(folder):
     assert "nothing to do" in train_on(1, "--steps 2 --out finished", folder)
     output = train_on(1, "--steps 3 --lr 0.5 --out finished", folder)
     assert "flags changed since the checkpoint" in output and "lr 0.002 -> 0.5" in output
+    assert "note   another schedule from here on: by it lr was 3.33e-01 at step 2" in output
+    assert "tokens, ids below 258; 3 steps are 0.08 epochs" in output
     assert [row["step"] for row in metrics_of(folder, "finished")] == [1, 2, 3]
     # the warmup is cut to the run: steps 1 and 2 of 2 to a peak of 0.002, then step 3 of 3 to 0.5
     assert [row["lr"] for row in metrics_of(folder, "finished")] == [0.001, 0.002, 0.5]
