@@ -17,14 +17,15 @@ laptop less than a minute. An `Account` (a tracker, as such modes are called) se
     reserved memory  the same events, replayed by CUDA's caching allocator (§2)     bytes
     FLOPs            of matmuls and attention, by module and pass                   2 a multiply-add
     traffic          every collective, by axis: what a rank of a ring sends         bytes
-    a pipeline       its time line, with stages that cost what their FLOPs say      a share
+    time             all of this over a device's rates, through the pipeline (§4)   seconds
 
 It goes into OUT/simulation.json, as pictures into OUT/timeline.svg and OUT/memory-RANK.svg, and,
 shorter, to the console.
 
-Left out: time; what kernels and NCCL take for themselves; fusion by compile. --compile and
---async-tp have no effect, mxfp8 is emulated for want of its kernels, CPU offload changes nothing,
-since host and device are one here, and all experts get as many rows.
+Left out: what kernels and NCCL take for themselves. Of --compile only what it fuses is traced, of
+--async-tp only a share of tp's time; mxfp8 is emulated for want of its kernels; with --cpu-offload
+parameters, gradients and optimizer states count nowhere, nor the copy of one unit's on its way; all
+experts get as many rows.
 
 Nothing imports this file but tests: it is a client of the trainer.
 
@@ -182,11 +183,12 @@ class Account(TorchDispatchMode):
     backward to the second; "temporary" what a backward pass makes and does not keep.
 
     Args:    a job whose optimizer has made its states; is_compiled, whether a compiler fuses
-             pointwise operations: see `note_fusion`.
+             pointwise operations: see `note_fusion`; is_offloaded, whether states are on the host.
     """
 
-    def __init__(self, job, *, is_compiled=False):
+    def __init__(self, job, *, is_compiled=False, is_offloaded=False):
         super().__init__()
+        self.is_offloaded = is_offloaded
         # axes that span all ranks share a group: what calls it tells them apart
         self.axes = {
             (namespace, job.mesh[axis].get_group().group_name): axis
@@ -305,7 +307,11 @@ class Account(TorchDispatchMode):
     def __exit__(self, *exception):
         self.patches.close()
         self.is_open = False
-        self.events = [event for event in self.events if event[0] not in self.fusible]
+        left_out = self.fusible.keys()
+        if self.is_offloaded:
+            states = ("parameters", "gradients", "optimizer")
+            left_out |= {number for number, kind in enumerate(self.kinds) if kind in states}
+        self.events = [event for event in self.events if event[0] not in left_out]
         for (phase, place), touched in self.touched.items():
             self.place = place
             made = (n for number, n in touched.items() if number not in self.fusible)
@@ -611,7 +617,8 @@ class FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.saved_tensors[0] * grad.to(ctx.saved_tensors[0]), None, None
+        logits, *_ = ctx.saved_tensors  # once: a checkpoint would compute them again
+        return logits * grad.to(logits), None, None
 
 
 def fused_loss():
@@ -679,7 +686,8 @@ def trace_rank(args, config, rank):
         job.optimizer.step()
         job.optimizer.zero_grad()
         sizes = {"local_batch_size": args.local_batch_size, "max_norm": args.max_norm}
-        with Account(job, is_compiled=is_compiled) as account:
+        choice = {"is_compiled": is_compiled, "is_offloaded": args.cpu_offload}
+        with Account(job, **choice) as account:
             train.train_step(job, tokens, tokens, **sizes)
     moment, peak_bytes = account.peak()
     reserved = reserved_bytes(account.events, is_expandable=has_expandable_segments())

@@ -98,21 +98,23 @@ def real_step(flags):
     train.count_valid_tokens = name_records("tokens", train.count_valid_tokens)
     train.sum_over_ranks = name_records("loss", train.sum_over_ranks)
     parallel.clip_grad_norm = name_records("norm", parallel.clip_grad_norm)
+    parallel.balance = name_records("loads", parallel.balance)
     before = len(flight_record())
     peak = allocator_peak_bytes(step)
     groups = ("cp", "tp", "dp_replicate", "fsdp", "pp")
     axes = {job.mesh[axis].get_group().group_name: axis for axis in groups}
     collectives = {}
     for number, entry in enumerate(flight_record()[before:], start=before):
-        axis = senders.get(number) or axes[entry["process_group"][0]]
         kind = entry["profiling_name"].removeprefix("gloo:")
+        sender = "ep" if kind == "all_to_all" else senders.get(number)
+        axis = sender or axes[entry["process_group"][0]]
         size = n_bytes(entry["input_sizes"], entry["input_dtypes"])
         if kind == "all_gather":  # the buffer that all ranks fill
             size *= dist.distributed_c10d._resolve_process_group(entry["process_group"][0]).size()
         row = collectives.setdefault(axis, {}).setdefault(kind, Counter())
         row.update(calls=1, bytes=size)
     if sent:
-        collectives["pp"]["send"] = sent
+        collectives.setdefault("pp", {})["send"] = sent
     states = [job.optimizer.state[p] for p in parameters]
     held = [parallel.local_tensor(t) for state in states for t in state.values()]
     state_bytes = {
@@ -269,6 +271,16 @@ def test_a_ring_sends_what_the_arithmetic_says(tmp_path):
     assert tp["all_gather"] == expected
     assert tp["all_reduce"]["sent_bytes"] == tp["all_reduce"]["bytes"] * 2 * 3 / 4
     assert pp["send"] == {"calls": 4, "bytes": activation, "sent_bytes": activation}  # T/tp of it
+
+
+def test_offloaded_states_take_no_memory_of_a_gpu(tmp_path):
+    (kept,) = run(tmp_path / "1", SMALL)["ranks"]
+    (offloaded,) = run(tmp_path / "2", f"{SMALL} --cpu-offload")["ranks"]
+    gone = ("parameters", "gradients", "optimizer")
+    assert all(offloaded["peak_bytes_by_kind"][kind] == 0 for kind in gone)
+    assert offloaded["state_bytes"] == kept["state_bytes"]  # on the host
+    states = 12 * model.count_parameters(model.MODELS["debug"])  # parameters and two moments
+    assert kept["peak_bytes"] - offloaded["peak_bytes"] >= states
 
 
 def test_axes_that_span_all_ranks_keep_their_own_rows(tmp_path):
