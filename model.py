@@ -35,7 +35,7 @@ RoPE uses the half-split layout of Hugging Face: element j of a head is rotated 
 j + Dh/2. TorchTitan pairs neighbours (2j, 2j + 1); the two are the same model with wq and
 wk permuted, and with this one Hugging Face weights need no permutation.
 
-Left out: dropout and biases of linears (neither family has any), KV caching (this trains), document
+Left out: dropout and biases of linears (no family here has any), KV caching (this trains), document
 masks; of experts capacity and dropped tokens, auxiliary and z losses.
 
 Sources: Llama 3 (arXiv 2407.21783) §3.2 and table 3; Qwen3 (arXiv 2505.09388) §2; RoPE (arXiv
