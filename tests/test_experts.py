@@ -465,8 +465,8 @@ def test_the_recipe_of_the_30b_may_run_on_64_gpus():
 @pytest.mark.parametrize("ep", [1, 8, 64])
 def test_readme_says_what_a_simulation_of_the_30b_counts(ep, tmp_path, capsys):
     simulate.main([*RECIPE.split(), "--ep", str(ep), "--out", str(tmp_path)])
-    (rank,) = json.loads((tmp_path / "simulation.json").read_text())["ranks"]
-    sent = Counter()
+    result = json.loads((tmp_path / "simulation.json").read_text())
+    (rank,), sent = result["ranks"], Counter()
     for kinds in rank["collectives"].values():
         for kind, row in kinds.items():
             sent[kind] += row["sent_bytes"] / 2**30
@@ -474,6 +474,7 @@ def test_readme_says_what_a_simulation_of_the_30b_counts(ep, tmp_path, capsys):
     reserved, gathered = rank["reserved_bytes"], rank["peak_bytes_by_kind"]["gathered"]
     row = f"{reserved / 2**30:.1f} GiB | {gathered / 2**30:.2f} GiB | {fsdp:.0f} GiB | "
     row += f"{rows:.0f} GiB |" if rows else "nothing |"
+    row += f" {result['estimate']['step_s']:.2f} s |"
     readme = (ROOT / "README.md").read_text()
     assert re.search(rf"^\| {ep}( .*?)? \| {re.escape(row)}$", readme, flags=re.M), row
 

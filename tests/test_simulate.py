@@ -205,6 +205,11 @@ def test_flops_are_those_of_the_formula(name, tmp_path):
     assert rank["flops"]["recomputed"] == 0
 
 
+def test_a_compiled_loss_in_chunks_computes_the_head_again(tmp_path):
+    (rank,) = run(tmp_path, f"{SMALL} --compile --loss-chunks 4")["ranks"]
+    assert rank["flops"]["recomputed"] == 2 * 64 * 2 * 256 * 2048  # tokens, a multiply-add, D V
+
+
 @pytest.mark.parametrize("ac, again", [("full", "wq wk wv wo w1 w3 core"), ("op", "wk wo w3")])
 def test_recomputed_flops_are_those_of_the_matmuls_not_saved(ac, again, tmp_path):
     (rank,) = run(tmp_path, f"{SMALL} --ac {ac}")["ranks"]
