@@ -1093,7 +1093,7 @@ def describe_ranks(args, rows):
     ranks = " and ".join(str(row["rank"]) for row in rows)
     pairs = [("split", f"of the weights of rank {ranks}\n{describe_split(weights.values())}")]
     for is_on, note in (
-        (args.compile, "of --compile, what it fuses in a block is traced, and nothing else"),
+        (args.compile, "of --compile, what it fuses in a block and in the loss is traced"),
         (args.async_tp, "--async-tp is not traced"),
         (args.ep > 1, "every expert is taken to get as many rows"),
         (args.float8 == "mxfp8", "mxfp8 is emulated, which under tp sends other tensors"),

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import xml.etree.ElementTree
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -429,6 +430,35 @@ def test_a_norm_keeps_what_cudas_kernel_keeps():
         ((2, 8, 16), torch.bfloat16), ((16,), torch.bfloat16), ((2, 8, 1), torch.float32),
     ]  # fmt: skip
     assert saved_by(norm, x).count(((2, 8, 16), torch.float32)) >= 2
+
+
+def test_memory_is_drawn_by_kind_with_its_peak(tmp_path):
+    found = run(tmp_path, SMALL)
+    picture = xml.etree.ElementTree.parse(tmp_path / "memory-0.svg")
+    drawn = [(e.tag.rpartition("}")[2], e) for e in picture.iter()]
+    assert sum(tag == "polygon" for tag, _ in drawn) == len(simulate.KINDS)
+    texts = {e.text for tag, e in drawn if tag == "text"}
+    (row,) = found["ranks"]
+    assert f"peak {simulate.readable(row['peak_bytes'])}" in texts
+    assert f"reserved {simulate.readable(row['reserved_bytes'])}" in texts
+    assert set(simulate.KINDS) <= texts
+
+
+def test_a_compiler_makes_no_pointwise_results_and_no_float32_logits(tmp_path):
+    """The loss's copy, and in a block at least silu(w1 x), which only its product with w3 x reads.
+
+    A block recomputed in full has all of its results alive at once.
+    """
+    flags = f"{SMALL} --ac full --set vocab_size=64 n_layers=2 --local-batch-size 32"
+    (eager,) = run(tmp_path / "1", flags)["ranks"]
+    (compiled,) = run(tmp_path / "2", f"{flags} --compile")["ranks"]
+    silu = 32 * 64 * model.MODELS["debug"].ffn_dim * 2
+    assert eager["peak_bytes"] - compiled["peak_bytes"] >= silu
+    flags = f"{SMALL} --set vocab_size=32768 n_layers=1"
+    (eager,) = run(tmp_path / "3", flags)["ranks"]
+    (compiled,) = run(tmp_path / "4", f"{flags} --compile")["ranks"]
+    assert eager["peak_bytes"] - compiled["peak_bytes"] >= 128 * 32768 * 4
+    assert eager["flops"] == compiled["flops"]
 
 
 # ---- schedules ---------------------------------------------------------------------------------
