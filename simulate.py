@@ -124,14 +124,15 @@ def count_bytes(tensors):
     return sum(plain.nbytes for tensor in tensors for plain in checkpoint.plain_tensors(tensor))
 
 
-def causal_share(op, args):
-    """The share of its pairs that causal attention computes: all but the upper half of its end.
+def attention_work(op, args, flops):
+    """FLOPs that a kernel really does: no pairs above the diagonal, and in backward scores again.
 
-    Queries are the last of the keys, all of them where cp is 1.
+    Queries are the last of the keys, all of them where cp is 1. Of five matmuls in a backward pass,
+    for two in a forward, `count_flops` counts four.
     """
-    is_forward = op.overloadpacket is FLASH
-    q, k = args[0 if is_forward else 1], args[1 if is_forward else 2]
-    return 1 - q.shape[-2] / k.shape[-2] / 2
+    q, k = args[:2] if op.overloadpacket is FLASH else args[1:3]
+    again = 1 if op.overloadpacket is FLASH else 5 / 4
+    return flops * again * (1 - q.shape[-2] / k.shape[-2] / 2)
 
 
 def count_flops(op, args, kwargs, result):
@@ -381,7 +382,7 @@ class Account(TorchDispatchMode):
         if flops := count_flops(op, args, kwargs, result):
             self.flops.setdefault(self.place, Counter())[moment[0]] += flops
             if op.overloadpacket in (FLASH, FLASH_BACKWARD):
-                self.book(moment, attention=flops * causal_share(op, args))
+                self.book(moment, attention=attention_work(op, args, flops))
             else:
                 self.book(moment, **{RATES_OF.get(args[0].dtype, "fp32"): flops})
             return
@@ -760,8 +761,8 @@ def default_ranks(args):
 #
 # A step's seconds are its work over the rates of a device, added up stage by stage:
 #
-#     matmuls      FLOPs by dtype, the recomputed ones as well; float8's rate includes its casts
-#     attention    FLOPs of the pairs that a causal mask leaves
+#     matmuls      FLOPs by dtype, the recomputed ones as well
+#     attention    FLOPs of the pairs that a causal mask leaves, those of scores in backward again
 #     memory       bytes that all other operations read and write; with --compile each tensor that
 #                  is made at all once, by the kernel of a block and pass
 #     tp, cp, ep   bytes that a rank sends while it waits; AsyncTP hides a part of tp's
@@ -777,7 +778,7 @@ DEVICES = {  # dense TFLOP/s; GB/s of memory, and of NVLink and NIC in one direc
     "h200": {"bf16": 989, "fp8": 1979, "fp32": 67, "memory": 4800, "nvlink": 450, "nic": 50},
     "b200": {"bf16": 2250, "fp8": 4500, "fp32": 80, "memory": 8000, "nvlink": 900, "nic": 50},
 }
-SHARES = {"bf16": 0.465, "fp8": 0.404, "fp32": 0.465, "memory": 0.85, "nvlink": 2 / 3, "nic": 1.0}
+SHARES = {"bf16": 0.455, "fp8": 0.394, "fp32": 0.455, "memory": 0.85, "nvlink": 2 / 3, "nic": 1.0}
 ATTENTION_SHARE = 0.303  # of the bf16 peak
 HIDDEN = 0.6  # of tp's bytes, by AsyncTP
 GPUS_A_HOST = 8
