@@ -173,7 +173,7 @@ class Account(TorchDispatchMode):
         kinds         one of KINDS for each storage number
         flops         {module: {forward, recomputed or backward: FLOPs}}
         state_bytes   {parameters, gradients, optimizer: bytes}, what lives from step to step
-        work          {module: {phase: what takes time, for `seconds`}}
+        work          {module: {phase: {what: FLOPs or bytes}}}, what takes time: `time_units`
         collectives   {axis or sender: {kind: {calls, bytes, sent_bytes}}}: bytes of the larger one
                       of input and output, and what a rank of a ring sends of it
 
