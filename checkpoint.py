@@ -35,9 +35,9 @@ slice of one it holds, and at loading DCP reads the intersections of stored and 
         step                                    ()          AdamW
     model.layers.1.moe.bias                     (E,)        every run with experts: a buffer
 
-Hugging Face in and out is renaming alone, since model.py has its RoPE layout, and of experts taking
-three tensors apart; DCP reads slices of
-safetensors files as it does of its own. The tool needs no model code and no process group.
+Hugging Face in and out is renaming alone, since model.py has its RoPE layout, and taking the three
+tensors of experts apart; DCP reads slices of safetensors files as it does of its own. The tool
+needs no model code and no process group.
 
 Not stored: the optimizer's hyperparameters, which come from the flags of the run that resumes; RNG
 state, since after initialisation a training step draws no random number; and other buffers, which

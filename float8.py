@@ -228,6 +228,7 @@ def apply_float8(stage, recipe, *, all_gather, skip, emulate, tp=1):
 
 
 def swap_in_float8(stage, names, *, recipe, all_gather, emulate):
+    """Make torchao's float8 linears of those with these names, in place."""
     with quiet_torchao():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     config = dataclasses.replace(
@@ -241,6 +242,7 @@ def swap_in_float8(stage, names, *, recipe, all_gather, emulate):
 
 
 def swap_in_mxfp8(stage, names, *, emulate):
+    """The same with MXFP8; ValueError if this torchao came without its kernels."""
     with quiet_torchao():
         from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
         from torchao.prototype.mx_formats import kernels

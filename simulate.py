@@ -328,13 +328,18 @@ class Account(TorchDispatchMode):
         result = op(*args, **kwargs)
         if not self.shapes_lock.locked():
             moment = self.phase_now(), self.place, op.__name__
-            self.note_memory(op, args, kwargs, result, moment)
-            if self.is_compiled:
-                self.note_fusion(op, args, kwargs, result, moment)
-            if op.namespace in ("c10d", "_c10d_functional"):
+            made, read = tensors_in(result), tensors_in((args, kwargs))
+            self.note_memory(op, args, kwargs, made, moment)
+            sends = op.namespace in ("c10d", "_c10d_functional")
+            if sends:
                 self.note_traffic(op, args, result, moment)
-            else:
-                self.note_work(op, args, kwargs, result, moment)
+            # a view makes nothing and changes nothing
+            storages = {tensor.untyped_storage() for tensor in read}
+            if op._schema.is_mutable or any(t.untyped_storage() not in storages for t in made):
+                if self.is_compiled:
+                    self.note_fusion(op, made, read, moment)
+                if not sends:
+                    self.note_work(op, args, kwargs, result, moment)
         return result
 
     def phase_now(self):
@@ -347,24 +352,22 @@ class Account(TorchDispatchMode):
         self.young = []
         return self.phase
 
-    def note_memory(self, op, args, kwargs, result, moment):
+    def note_memory(self, op, args, kwargs, made, moment):
         """Storages that the operation made, and FSDP's buffers that it filled."""
         kind = "activations" if moment[0] in ("forward", "recomputed") else "temporary"
-        for tensor in tensors_in(result):
+        for tensor in made:
             self.register(tensor, kind, moment)
         if op.namespace == "fsdp":  # copies into buffers: `out`, or the second argument
             for tensor in tensors_in(kwargs.get("out", args[1:2])):
                 self.kinds[self.register(tensor, kind, moment)] = "gathered"
 
-    def note_fusion(self, op, args, kwargs, result, moment):
+    def note_fusion(self, op, made, read, moment):
         """A compiler makes no result that only pointwise operations of its block and pass read.
 
         Storages are fusible until another operation, or one of another block or pass, reads them.
         """
-        read = {self.numbers.get(t.untyped_storage()) for t in tensors_in((args, kwargs))}
-        made = {self.numbers[t.untyped_storage()] for t in tensors_in(result)} - read
-        if not made and not op._schema.is_mutable:
-            return  # a view
+        read = {self.numbers.get(t.untyped_storage()) for t in read}
+        made = {self.numbers[t.untyped_storage()] for t in made} - read
         is_pointwise = torch.Tag.pointwise in op.tags or op.overloadpacket is CAST
         joins = is_pointwise or torch.Tag.reduction in op.tags
         for number in read & self.fusible.keys():
@@ -386,16 +389,14 @@ class Account(TorchDispatchMode):
             else:
                 self.book(moment, **{RATES_OF.get(args[0].dtype, "fp32"): flops})
             return
-        made, read = tensors_in(result), tensors_in((args, kwargs))
-        storages = {t.untyped_storage() for t in read}
-        is_view = not op._schema.is_mutable and all(t.untyped_storage() in storages for t in made)
-        if is_view or op.namespace == "fsdp" or "empty" in op.overloadpacket.__name__:
+        if op.namespace == "fsdp" or "empty" in op.overloadpacket.__name__:
             return  # FSDP copies in streams of its own, beside the matmuls
+        tensors = tensors_in((result, args, kwargs))
         if not self.is_compiled:
-            self.book(moment, memory=sum(tensor.nbytes for tensor in (*made, *read)))
+            self.book(moment, memory=sum(tensor.nbytes for tensor in tensors))
             return
         touched = self.touched.setdefault(moment[:2], {})  # by one kernel, once
-        touched |= {self.numbers.get(t.untyped_storage()): t.nbytes for t in (*made, *read)}
+        touched |= {self.numbers.get(t.untyped_storage()): t.nbytes for t in tensors}
 
     def note_traffic(self, op, args, result, moment):
         """What it sent, to the account of its sender, or of the axis whose group it used."""
@@ -773,10 +774,12 @@ def default_ranks(args):
 # (tests/paper_tables.py has them): bf16, float8, and what AsyncTP hides. The others were set once.
 # Not estimated: latencies, waiting for slow ranks, data, checkpoints and what a pipeline sends.
 
-DEVICES = {  # dense TFLOP/s; GB/s of memory, and of NVLink and NIC in one direction
-    "h100": {"bf16": 989, "fp8": 1979, "fp32": 67, "memory": 3350, "nvlink": 450, "nic": 50},
-    "h200": {"bf16": 989, "fp8": 1979, "fp32": 67, "memory": 4800, "nvlink": 450, "nic": 50},
-    "b200": {"bf16": 2250, "fp8": 4500, "fp32": 80, "memory": 8000, "nvlink": 900, "nic": 50},
+# NVIDIA's data sheets of the SXM cards, dense TFLOP/s; GB/s of memory, and of NVLink in one
+# direction. That each GPU has a NIC of 400 Gb/s is supposed.
+DEVICES = {
+    "h100": {"fp8": 1979, "fp32": 67, "memory": 3350, "nvlink": 450, "nic": 50},
+    "h200": {"fp8": 1979, "fp32": 67, "memory": 4800, "nvlink": 450, "nic": 50},
+    "b200": {"fp8": 4500, "fp32": 80, "memory": 8000, "nvlink": 900, "nic": 50},
 }
 SHARES = {"bf16": 0.455, "fp8": 0.394, "fp32": 0.455, "memory": 0.85, "nvlink": 2 / 3, "nic": 1.0}
 ATTENTION_SHARE = 0.303  # of the bf16 peak
@@ -785,12 +788,16 @@ GPUS_A_HOST = 8
 TERA = ("bf16", "fp8", "fp32", "attention")  # TFLOP/s; the others are GB/s
 
 
+def bf16_peak(args):
+    return model.PEAK_TFLOPS[args.device_name.upper()]
+
+
 def rates_of(args):
     """{what: FLOPs or bytes a second} of --device-name and --rates, as a job of these flags does.
 
     An axis's ring takes the NIC if its ranks, with all axes further in, are more than a host has.
     """
-    peaks = DEVICES[args.device_name]
+    peaks = {"bf16": bf16_peak(args)} | DEVICES[args.device_name]
     rates = {what: peak * SHARES[what] for what, peak in peaks.items()}
     rates |= {"attention": peaks["bf16"] * ATTENTION_SHARE, "hidden": HIDDEN} | args.rates
     rates |= {what: rate * 1000 for what, rate in rates.items() if what in TERA}
@@ -908,7 +915,7 @@ def estimate(args, config, rows):
         "tokens_per_s": per_device * args.world_size,
         "tokens_per_s_per_device": per_device,
         # of bf16 alone, as train.py's: with float8, matmuls of two peaks are mixed (paper §3.2)
-        "mfu": None if args.float8 else flops / 1e12 / DEVICES[args.device_name]["bf16"],
+        "mfu": None if args.float8 else flops / 1e12 / bf16_peak(args),
         "exposed": {  # seconds of an average rank's step in which no matmul and no attention runs
             "bubble": n_batches * (batch_s - sum(busy_s) / args.pp),
             **{axis: mean.get(axis, 0.0) for axis in ("tp", "cp", "ep")},
@@ -1131,7 +1138,7 @@ def describe_time(args, found, schedule):
 
 def read_rates(text):
     """bf16=460,memory=2040 -> {"bf16": 460.0, "memory": 2040.0}"""
-    known, rates = [*DEVICES["h100"], "attention", "hidden"], {}
+    known, rates = [*SHARES, "attention", "hidden"], {}
     for pair in text.split(","):
         what, _, rate = pair.partition("=")
         if what not in known:

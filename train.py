@@ -432,14 +432,10 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
     job = build(args, config, device)
     watch.set_timeouts(first_step_s(args.timeout_s))  # of the mesh's groups, too
     if is_main:
-        epochs = steps * args.global_batch_size / tokens.n_windows(seq_len)
-        epochs = f"{epochs:.2f}" if epochs >= 0.01 else "less than 0.01"
-        seen = f"{tokens.n_tokens:,} tokens, ids below {tokens.vocab_size:,}; {steps} steps "
-        seen += f"are {epochs} epochs"
-        place = f"on {device.type}"
-        if val_tokens and val_tokens.fingerprint == tokens.fingerprint:
-            seen += "\n--val-data holds the same tokens, and tells nothing of other text"
-        watch.print_pairs([*describe_job(args, job, place), ("data", seen), *describe_moot(args)])
+        n_epochs = steps * args.global_batch_size / tokens.n_windows(seq_len)
+        seen = describe_data(tokens, val_tokens, f"{steps} steps", n_epochs)
+        pairs = describe_job(args, job, f"on {device.type}")
+        watch.print_pairs([*pairs, *seen, *describe_moot(args)])
     if not args.ignore_memory:
         n_numbers = 2 + N_STATES[args.optimizer]  # with its value and its gradient
         check_fit(job, hardware, n_numbers=n_numbers, on_host=args.cpu_offload)
@@ -638,6 +634,15 @@ def describe_job(args, job, place):
         )
         pairs.insert(-2, ("stages", text))
     return pairs
+
+
+def describe_data(tokens, val_tokens, run, n_epochs):
+    """(label, text) pair: how much text there is, and how often the run reads it."""
+    epochs = f"{n_epochs:.2f}" if n_epochs >= 0.01 else "less than 0.01"
+    text = f"{tokens.n_tokens:,} tokens, ids below {tokens.vocab_size:,}; {run} are {epochs} epochs"
+    if val_tokens and val_tokens.fingerprint == tokens.fingerprint:
+        text += "\n--val-data holds the same tokens, and tells nothing of other text"
+    return [("data", text)]
 
 
 def check_fit(job, hardware, *, n_numbers, on_host):
@@ -1113,13 +1118,12 @@ def check_args(args, config, hardware, world_size):
     """
     degrees = degrees_of(args)
     cp, tp, pp = degrees["cp"], degrees["tp"], degrees["pp"]
-    compiled = args.compile
     check_needs(args, config)
     model.check_config(config)
     sizes = {"model": args.model, "seq_len": args.seq_len, "world_size": world_size}
     parallel.check_mesh(degrees, config, **sizes)
     parallel.check_ep(
-        args.ep, config, degrees, param_dtype=args.param_dtype, is_compiled=compiled
+        args.ep, config, degrees, param_dtype=args.param_dtype, is_compiled=args.compile
     )
     parallel.check_loss_chunks(args.loss_chunks, seq_len=args.seq_len, cp=cp, tp=tp)
     parallel.check_cp(
@@ -1128,10 +1132,10 @@ def check_args(args, config, hardware, world_size):
         is_grouped=config.n_kv_heads < config.n_heads,
         device_type=hardware.device_type,
     )
-    if compiled:
+    if args.compile:
         parallel.check_compile(hardware.device_type)
     if args.async_tp:
-        parallel.check_async_tp(tp=tp, compile=compiled, device_type=hardware.device_type)
+        parallel.check_async_tp(tp=tp, compile=args.compile, device_type=hardware.device_type)
     if pp > 1:
         pipeline.check_pipeline(
             args.pp_schedule,
@@ -1142,7 +1146,7 @@ def check_args(args, config, hardware, world_size):
             tied=config.tied_embeddings,
         )
         pipeline.check_split_backward(
-            args.pp_schedule, ac=args.ac, compile=compiled, reshard=args.reshard
+            args.pp_schedule, ac=args.ac, compile=args.compile, reshard=args.reshard
         )
         stage_names(args, config)  # raises what is wrong with the split
     float8.check_float8(
@@ -1150,7 +1154,7 @@ def check_args(args, config, hardware, world_size):
         all_gather=args.float8_all_gather,
         skip=args.float8_filter,
         emulate=args.float8_emulate,
-        compile=compiled,
+        compile=args.compile,
         capability=hardware.capability,
     )
     if args.float8:

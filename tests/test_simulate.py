@@ -528,7 +528,7 @@ def test_a_step_without_a_pipeline_takes_its_work_over_the_rates(tmp_path):
 
 
 def test_published_runs_take_as_long_as_estimated():
-    """Those without cp, within 15 %, and 8 % root mean square: two publications of one differ by 9.
+    """Those without cp, within 15 %, as two publications of one run differ; 8 % root mean square.
 
     From the work that paper_tables.py stores, and three rates fitted to these very rows.
     """
