@@ -767,6 +767,8 @@ def apply_fsdp(stage, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
              replicated over dp_replicate (HSDP). It is gathered in `param_dtype` just before its
              unit runs, and its gradient is summed in `reduce_dtype`; master weights stay float32.
              Experts are sharded over efsdp instead (`expert_placement`), in the same unit.
+             Nothing changes where there is nothing to shard, to sum or to cast: FSDP would copy
+             every parameter once a step, and every gradient twice.
     Units:   tok_embeddings | each block | norm with output. Tied embeddings: blocks | the rest.
     Freed:   by `reshard`. `always` frees a unit's gathered weights when its forward ends and
              gathers them again for its backward; `never` keeps them from forward to backward;
@@ -780,9 +782,13 @@ def apply_fsdp(stage, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
              So two blocks are whole at a time, and communication shows only where a block computes
              for less time than a gather takes.
     Costs:   per unit 1 all-gather (2 if resharded) and 1 reduce-scatter, and with dp_replicate > 1
-             an all-reduce of the shard; at degree 1 only the casts.
+             an all-reduce of the shard; at degree 1 only the casts, and copies.
     Source:  paper §2.1.2, §2.2.4, B.1, B.2 and B.7.
     """
+    is_alone = mesh["shards"].size() * mesh["dp_replicate"].size() == 1
+    dtype = next(stage.parameters()).dtype
+    if is_alone and param_dtype == reduce_dtype == dtype and not cpu_offload:
+        return
     # the outputs of tp are views of DTensors, which is wrong only for who changes them in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     is_hsdp = mesh["dp_replicate"].size() > 1

@@ -145,7 +145,7 @@ def build(args, config, device):
             parallel.apply_ac(stage, args.ac)
         if args.compile:  # either side of FSDP gives the same losses; this is how it is read
             parallel.apply_compile(stage, ac=args.ac)
-        parallel.apply_fsdp(  # at degree 1 too, so that mixed precision means the same everywhere
+        parallel.apply_fsdp(  # at degree 1 it casts, so that mixed precision is the same everywhere
             stage,
             mesh,
             param_dtype=DTYPES[args.param_dtype],

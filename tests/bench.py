@@ -2,6 +2,7 @@
 
     python tests/bench.py --size 512 --rounds 5      dim 512 in place of the debug model
     python tests/bench.py --profile "pp 2"           operators of a step on rank 0
+    python tests/bench.py --torchtitan               beside torchtitan 0.2.2, if it is installed
 
 Runs of all cases alternate, so that what else the machine does meets them alike; shown are medians
 over the rounds. One thread a rank. Every case trains on the same tokens a step as the plain loop, a
@@ -10,6 +11,9 @@ of a rank over those of that loop, and the same of tokens per second of CPU time
 than cores, or another program, disturb less; waiting for a rank costs none. The ceiling is one
 thread's rate on the ffn's matmul, measured in each round; FLOPs are those that MFU counts, over CPU
 time. Nothing is asserted.
+
+torchtitan runs its own Trainer's step on the same shapes, in the same rounds, where it can on a
+CPU: its context parallelism cannot, and compiled or recomputed it is left out.
 """
 
 import argparse
@@ -19,9 +23,11 @@ import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -47,6 +53,7 @@ CASES = {  # ranks and flags; a data rank has its share of the batch
     "ac op": (1, "--ac op"),
     "ac full": (1, "--ac full"),
 }
+BESIDE = ("one process", "dp 2", "tp 2", "pp 2", "dp 2 x tp 2")  # of these torchtitan's step too
 PARTS = """
 import os, sys, time
 clock = [time.perf_counter()]
@@ -90,12 +97,79 @@ def plain_step(flags, n_rows):
     return step, job.config
 
 
+def per_rank(flags, n_rows):
+    return n_rows // 2 if "--dp-shard" in flags else n_rows
+
+
 def our_step(flags, n_rows):
-    per_rank = n_rows // 2 if "--dp-shard" in flags else n_rows
-    args, job = make_job(f"{flags} --local-batch-size {per_rank} --lr 1e-4")
-    inputs, labels = random_batch(job.config, (per_rank, args.seq_len))
-    sizes = {"local_batch_size": per_rank, "max_norm": 1.0}
+    n_local = per_rank(flags, n_rows)
+    args, job = make_job(f"{flags} --local-batch-size {n_local} --lr 1e-4")
+    inputs, labels = random_batch(job.config, (n_local, args.seq_len))
+    sizes = {"local_batch_size": n_local, "max_norm": 1.0}
     return lambda: train.train_step(job, inputs, labels, **sizes), job.config
+
+
+def torchtitan_step(flags, n_rows):
+    """The same step by torchtitan's own Trainer, without its data, its logs and its checkpoints."""
+    # experts' kernels, which want triton and are not called here
+    sys.modules["torchtitan.models.moe.kernels"] = SimpleNamespace(generate_permute_indices=None)
+    torch._utils._get_available_device_type = lambda: "cpu"  # it knows of accelerators alone
+    from torchtitan.components.loss import build_cross_entropy_loss
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed import utils as dist_utils
+    from torchtitan.models.llama3 import TransformerModelArgs
+    from torchtitan.protocols.train_spec import get_train_spec
+    from torchtitan.train import Trainer
+
+    args, job = make_job(f"{flags} --local-batch-size {per_rank(flags, n_rows)}")
+    config, inputs = job.config, random_batch(job.config, (args.local_batch_size, args.seq_len))
+    shape = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "rope_theta", "norm_eps")
+    shape = {name: getattr(config, name) for name in shape}
+    degrees = train.degrees_of(args) | {"ep": 1, "etp": 1, "world_size": dist.get_world_size()}
+    settings = JobConfig()
+    settings.training.seq_len = args.seq_len
+    settings.training.local_batch_size = args.local_batch_size
+    settings.training.mixed_precision_param = "float32"
+    settings.activation_checkpoint.mode = "none"
+    settings.parallelism.pipeline_parallel_degree = args.pp
+    settings.optimizer.lr = 1e-4
+
+    titan, spec = object.__new__(Trainer), get_train_spec("llama3")
+    titan.job_config, titan.device = settings, torch.device("cpu")
+    titan.parallel_dims, titan.gradient_accumulation_steps = ParallelDims(**degrees), 1
+    titan.parallel_dims.build_mesh()
+    titan.model_args = TransformerModelArgs(**shape, max_seq_len=args.seq_len)
+    titan.loss_fn = build_cross_entropy_loss(settings)
+    with torch.device("meta"):
+        whole = spec.model_cls(titan.model_args)
+    assert sum(p.numel() for p in whole.parameters()) == model.count_parameters(config)
+    if args.pp > 1:
+        (titan.pp_schedule, titan.model_parts, titan.pp_has_first_stage,
+         titan.pp_has_last_stage) = spec.pipelining_fn(
+            whole, titan.parallel_dims, settings, titan.device, titan.model_args,
+            spec.parallelize_fn, titan.loss_fn)  # fmt: skip
+    else:
+        titan.model_parts = [spec.parallelize_fn(whole, titan.parallel_dims, settings)]
+    for part in titan.model_parts:
+        part.to_empty(device="cpu")
+        with torch.no_grad():
+            part.init_weights(buffer_device=None)
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo lacks what it asks for
+    titan.optimizers = spec.build_optimizers_fn(
+        titan.model_parts, settings.optimizer, titan.parallel_dims
+    )
+    constant = SimpleNamespace(get_last_lr=lambda: [1e-4])
+    titan.lr_schedulers = SimpleNamespace(schedulers=[constant], step=lambda: None)
+    titan.checkpointer = SimpleNamespace(maybe_wait_for_staging=lambda: None)
+    titan.metrics_processor = SimpleNamespace(should_log=lambda step: False)
+    titan.step = 1
+    titan.train_context = dist_utils.get_train_context(args.tp > 1)
+    titan.maybe_enable_amp = dist_utils.maybe_enable_amp(titan.parallel_dims, "float32", "cpu")
+    batch, labels = inputs
+    return lambda: titan.train_step(iter([({"input": batch}, labels)])), config
 
 
 def measure(make_step, flags, n_rows, n_steps):
@@ -154,6 +228,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--torchtitan", action="store_true", help="two more columns")
     parser.add_argument("--profile", choices=CASES, help="instead of the table")
     args = parser.parse_args()
     size, n_rows = SIZES[args.size]
@@ -165,7 +240,11 @@ def main():
     n_tokens, seen = n_rows * job_args.seq_len, defaultdict(list)
     flops = n_tokens * model.flops_per_token(config, job_args.seq_len)
     cases = {"plain loop": (1, plain_step, "")}
-    cases |= {name: (CASES[name][0], our_step, CASES[name][1]) for name in args.cases}
+    for name in args.cases:
+        n_ranks, flags = CASES[name]
+        cases[name] = (n_ranks, our_step, flags)
+        if args.torchtitan and name in BESIDE:
+            cases[f"{name}, torchtitan"] = (n_ranks, torchtitan_step, flags)
     for _ in range(args.rounds):
         seen["ceiling"].append(ceiling_flops(config, n_tokens))
         for name, (n_ranks, make_step, flags) in cases.items():
@@ -177,16 +256,26 @@ def main():
             )
     ceiling = statistics.median(seen.pop("ceiling"))
     print(f"ceiling {ceiling / 1e9:.1f} GFLOPs a second and thread; {args.rounds} rounds\n")
-    print("| | tokens/s a rank | of the plain loop | tokens per CPU s | of it | of the ceiling |")
-    print("| --- " + "| ---: " * 5 + "|")
+
+    def ratio(name, other, i):
+        """The median over the rounds; i: 0 by the clock, 1 by CPU time."""
+        pairs = zip(seen[name], seen.get(other, []), strict=other in seen)
+        ratios = [mine[i] / theirs[i] for mine, theirs in pairs]
+        return f"{statistics.median(ratios):.2f}" if ratios else ""
+
+    heads = ["", "tokens/s a rank", "of the plain loop", "tokens per CPU s", "of it"]
+    heads += ["of the ceiling", *["of torchtitan", "of its tokens per CPU s"] * args.torchtitan]
+    print(f"| {' | '.join(heads)} |\n| --- {'| ---: ' * (len(heads) - 1)}|")
     for name, rates in seen.items():
-        cells = []
-        for i in (0, 1):  # by the clock, by CPU time
-            mine, plain = ([rate[i] for rate in of] for of in (rates, seen["plain loop"]))
-            ratio = statistics.median(a / b for a, b in zip(mine, plain, strict=True))
-            cells += [f"{statistics.median(mine):,.0f}", f"{ratio:.2f}"]
-        share = statistics.median(cpu for _, cpu in rates) * flops / n_tokens / ceiling
-        print(f"| {name} | {' | '.join(cells)} | {share:.0%} |")
+        if name.endswith("torchtitan"):
+            continue
+        cells = [name]
+        for i in (0, 1):
+            median = statistics.median(rate[i] for rate in rates)
+            cells += [f"{median:,.0f}", ratio(name, "plain loop", i)]
+        cells.append(f"{median * flops / n_tokens / ceiling:.0%}")
+        cells += [ratio(name, f"{name}, torchtitan", i) for i in (0, 1) if args.torchtitan]
+        print(f"| {' | '.join(cells)} |")
     print()
     print_parts(size, n_rows)
 

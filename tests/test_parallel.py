@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import async_tp_graphs, make_job, run_ranks
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -833,6 +834,24 @@ def test_replicas_only_reduce_whole_gradients():
 def test_a_pipeline_sends_an_activation_and_its_gradient_per_microbatch_and_nothing_else():
     for found in on_ranks(2, "--pp 2"):
         assert found["step"] == {("send", T * D): B, ("recv", T * D): B}
+
+
+def wrapped_names(flags):
+    """Which modules of a rank FSDP has in hand, and whether its parameters are DTensors."""
+    _, job = make_job(f"{parity.BASE} {flags}")
+    modules = [module for stage in job.stages for module in stage.modules()]
+    are_dtensors = {isinstance(parameter, DTensor) for parameter in job.parameters}
+    return sum(isinstance(module, FSDPModule) for module in modules), *are_dtensors
+
+
+def test_fsdp_leaves_a_stage_alone_where_there_is_nothing_to_shard_to_sum_or_to_cast():
+    fp32 = "--param-dtype fp32 --reduce-dtype fp32"
+    assert run_ranks(1, wrapped_names, fp32) == [(0, False)]
+    assert run_ranks(2, wrapped_names, f"{fp32} --pp 2") == [(0, False)] * 2
+    wrapped = L + 4, True  # embedding, blocks, norm, output, the root
+    for flags in ("--param-dtype bf16 --reduce-dtype fp32", f"{fp32} --cpu-offload"):
+        assert run_ranks(1, wrapped_names, flags) == [wrapped]
+    assert run_ranks(2, wrapped_names, f"{fp32} --tp 2") == [wrapped] * 2
 
 
 def test_units_are_freed_after_forward_as_reshard_says():
