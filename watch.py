@@ -34,7 +34,6 @@ import os
 import pickle
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -101,9 +100,8 @@ def check_same(settings):
     for name, usual, others, alike in find_differences(settings):
         rank, value = next(iter(others.items()))
         raise TrainingError(
-            f"--{name.replace('_', '-')} is {value} on rank {rank} and {usual} on "
-            f"rank {alike[0]}: all ranks must be started alike and see the same text; give them "
-            "the same flags, and for text one --data folder of token shards"
+            f"--{name.replace('_', '-')} is {value} on rank {rank} and {usual} on rank {alike[0]}: "
+            "give all ranks the same flags, and for text one --data folder of token shards"
         )
 
 
@@ -148,19 +146,16 @@ def check_finite(step, stats, weights):
     weight_ranks = [r for r, (_, names) in enumerate(reports) if names]
     names = sorted({name for _, names in reports for name in names})
     raise TrainingError(
-        f"step {step} gave loss {stats.loss} and gradient norm {stats.grad_norm}: all ranks stop, "
-        f"and the step is not saved. Loss not finite on ranks {loss_ranks or 'none'}; weights no "
-        f"longer finite on ranks {weight_ranks or 'none'}: {', '.join(names[:3]) or 'none'}"
-        f"{' and others' if len(names) > 3 else ''}. Try to go on from the last checkpoint with a "
-        "lower --lr or --max-norm"
+        f"step {step} gave loss {stats.loss} and gradient norm {stats.grad_norm} and is not saved. "
+        f"Loss not finite on ranks {loss_ranks or 'none'}; weights no longer finite on ranks "
+        f"{weight_ranks or 'none'}: {', '.join(names[:3]) or 'none'}"
+        f"{' and others' if len(names) > 3 else ''}. Go on from the last checkpoint with a lower "
+        "--lr or --max-norm"
     )
 
 
 def free_host_bytes():
-    """What processes of this host may still take, or None where nothing tells.
-
-    That is the least of what is free and of what a control group (cgroup 2 or 1) has left.
-    """
+    """The least of what is free and of what a control group (cgroup 2 or 1) has left, or None."""
     known, cgroup = [], Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text()
@@ -228,14 +223,6 @@ def peak_memory_gib(device):
     return kib / 2**20 if sys.platform != "darwin" else kib / 2**30  # macOS counts bytes
 
 
-def alloc_retries(device):
-    """How often so far CUDA's allocator had to give its cache back and try again: a slow step each.
-
-    None on CPU. More than a few mean that memory is all but full.
-    """
-    return torch.cuda.memory_stats(device)["num_alloc_retries"] if device.type == "cuda" else None
-
-
 def step_of(row):
     """Step of a line of metrics.jsonl; a line torn by a crash counts as never written."""
     try:
@@ -259,18 +246,17 @@ class LastingConsole:
     """Stands in for sys.stdout: when nobody reads it any more, the rest of it goes nowhere."""
 
     def __init__(self, stream):
-        self.stream, self.told = stream, set()
+        self.stream = stream
 
     def write(self, text):
-        """As of any text stream."""
-        try_to_write("this text", lambda: self.stream.write(text), {"this text"})
+        with suppress(OSError):  # `flush` tells of it
+            self.stream.write(text)
         return len(text)
 
     def flush(self):
-        """As of any text stream."""
-        before = len(self.told)
-        try_to_write("the console", self.stream.flush, self.told)
-        if len(self.told) > before:  # what is left in its buffer would fail at the end of Python
+        told = set()
+        try_to_write("the console", self.stream.flush, told)
+        if told:  # what is left in its buffer would fail at the end of Python
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
     def __getattr__(self, name):
@@ -291,22 +277,22 @@ class Metrics:
         self, out, device, *, steps, tokens_per_step, flops_per_token, peak_tflops, tensorboard
     ):
         self.device, self.is_main = device, dist.get_rank() == 0
-        first_step, self.last_step = steps
+        self.first_step, self.last_step = steps
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
         self.peak_tflops, self.tensorboard, self.told = peak_tflops, None, set()
-        self.path, self.file, self.has_rates = out / "metrics.jsonl", None, False
-        self.start_interval(first_step - 1)
+        self.path, self.file = out / "metrics.jsonl", None
+        self.start_interval(self.first_step - 1)
         if self.is_main:
-            try_to_write(self.path, lambda: self.open_file(first_step), self.told)
+            try_to_write(self.path, self.open_file, self.told)
         if self.is_main and tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.tensorboard = SummaryWriter(out / "tensorboard", purge_step=first_step)
+            self.tensorboard = SummaryWriter(out / "tensorboard", purge_step=self.first_step)
 
-    def open_file(self, first_step):
+    def open_file(self):
         """Continue the file: what is dropped of it goes by a new one that takes its name whole."""
         rows = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        kept = [row for row in rows if step_of(row) < first_step]
+        kept = [row for row in rows if step_of(row) < self.first_step]
         if kept != rows:
             new = self.path.with_suffix(".new")
             new.write_text("".join(kept))
@@ -325,6 +311,10 @@ class Metrics:
         tokens_per_s = n_steps * self.tokens_per_step / elapsed_s
         per_device = tokens_per_s / dist.get_world_size()
         tflops = per_device * self.flops_per_token / 1e12
+        # so often CUDA's allocator had to give its cache back and try again, a slow step each:
+        # more than a few times mean that memory is all but full
+        is_cuda = self.device.type == "cuda"
+        retries = torch.cuda.memory_stats(self.device)["num_alloc_retries"] if is_cuda else None
         row = {
             "step": step,
             "loss": stats.loss,
@@ -337,19 +327,19 @@ class Metrics:
             "tflops": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             "memory_gib": peak_memory_gib(self.device),
-            "alloc_retries": alloc_retries(self.device),
+            "alloc_retries": retries,
             "data_s": self.data_s / n_steps,  # seconds per step spent waiting for the next batch
-        } | ({} if val_loss is None else {"val_loss": val_loss})
-        if stats.expert_load is not None:
-            row["expert_load"] = stats.expert_load
+        }
+        at_times = {"val_loss": val_loss, "expert_load": stats.expert_load}
+        row |= {key: value for key, value in at_times.items() if value is not None}
         if self.is_main:
             seconds_left = round(elapsed_s / n_steps * (self.last_step - step))
             # the first row holds what happens once, such as compilation
-            left = f"  {timedelta(seconds=seconds_left)} left" if self.has_rates else ""
+            is_first = self.since_step < self.first_step
+            left = "" if is_first else f"  {timedelta(seconds=seconds_left)} left"
             self.write(row, left)
             if stats.n_valid_tokens == 0:
                 print(f"step {step}: the batch has no valid label; loss and gradients are zero")
-        self.has_rates = True
         self.start_interval(step)
 
     def write(self, row, left):
@@ -400,13 +390,12 @@ def check_records(*, tensorboard, memory_snapshot, device_type):
     """Raise ValueError for a record that cannot be made on this machine."""
     if tensorboard and not find_spec("tensorboard"):
         raise ValueError(
-            "--tensorboard needs the package tensorboard, which is not installed: pip install "
-            "tensorboard, or leave it out; OUT/metrics.jsonl holds the same numbers"
+            "--tensorboard needs its package: pip install tensorboard, or leave it out; "
+            "OUT/metrics.jsonl holds the same numbers"
         )
     if memory_snapshot and device_type != "cuda":
         raise ValueError(
-            "--memory-snapshot conflicts with a CPU: CUDA's allocator keeps the history; leave it "
-            "out"
+            "--memory-snapshot conflicts with a CPU: it is of CUDA's allocator; leave it out"
         )
 
 
@@ -423,7 +412,7 @@ def start_profiler(folder, profile_steps, done):
     warnings.filterwarnings("ignore", message="Profiler won't be using warmup")  # it needs a step
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(
-            wait=max(0, first - done - 1), warmup=0, active=max(1, last - first + 1), repeat=1
+            wait=max(0, first - done - 1), warmup=0, active=last - first + 1, repeat=1
         ),
         on_trace_ready=lambda profiler: try_to_write(
             path, partial(profiler.export_chrome_trace, str(path)), set()
@@ -504,9 +493,10 @@ def describe_hang(records):
     for last in groups.values():
         first = max(last.values(), key=lambda entry: entry["collective_seq_id"])
         n = first["collective_seq_id"]
-        behind = {r: n - e["collective_seq_id"] for r, e in last.items()}
-        lines += [f"rank {r} is {k} behind: it never came to number {n}, {tell(first)}"
-                  for r, k in behind.items() if k]  # fmt: skip
+        for rank, entry in last.items():
+            if behind := n - entry["collective_seq_id"]:
+                missed = f"it never came to number {n}, {tell(first)}"
+                lines.append(f"rank {rank} is {behind} behind: {missed}")
     return lines
 
 
@@ -533,19 +523,19 @@ def catch_signals():
     interrupts at once.
     """
     came = []
-    arrived, told = socket.socketpair()
-    told.setblocking(False)
+    arrived, told = os.pipe()
+    os.set_blocking(told, False)
 
     def watch():  # Python's own handlers wait while the main thread is inside a collective
         while True:
-            came.append(signal.Signals(arrived.recv(1)[0]).name)
+            came.append(signal.Signals(os.read(arrived, 1)[0]).name)
             dump_flight_record()  # torchrun sends SIGTERM to ranks that hang after another failed
 
-    def handle(number, frame, keep_open=told):
+    def handle(number, frame):
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
     numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
