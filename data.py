@@ -59,6 +59,15 @@ import torch
 # ---- 1. Tokenizers -----------------------------------------------------------------------------
 
 
+def fingerprint_of(spec):
+    """What a tokenizer is known by: "bytes", or a hash of its file."""
+    if str(spec) == "bytes":
+        return "bytes"
+    if not Path(spec).is_file():
+        raise ValueError(f"--tokenizer {spec} is no file: give the one that made the shards")
+    return f"sha256-{hashlib.sha256(Path(spec).read_bytes()).hexdigest()[:16]}"
+
+
 class ByteTokenizer:
     """The UTF-8 bytes of a text are its ids: no file needed, about four times as many tokens."""
 
@@ -100,8 +109,7 @@ class TiktokenTokenizer:
         import tiktoken
 
         try:
-            content = Path(path).read_bytes()
-            pairs = [line.split() for line in content.splitlines() if line]
+            pairs = [line.split() for line in Path(path).read_bytes().splitlines() if line]
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
             if sorted(ranks.values()) != list(range(max(256, len(ranks)))):
                 raise ValueError("its ranks are not 0, 1, 2, ... for 256 bytes and more")
@@ -110,7 +118,7 @@ class TiktokenTokenizer:
                 f"--tokenizer {path} cannot be used ({error}): it must be a tiktoken BPE file like "
                 "Llama 3's tokenizer.model; give one, or --tokenizer bytes"
             ) from error
-        self.fingerprint = f"sha256-{hashlib.sha256(content).hexdigest()[:16]}"
+        self.fingerprint = fingerprint_of(path)
         self.bos_id, self.eos_id = len(ranks), len(ranks) + 1
         self.vocab_size = len(ranks) + 256
         special = {"<|begin_of_text|>": self.bos_id, "<|end_of_text|>": self.eos_id}
@@ -131,20 +139,10 @@ def load_tokenizer(spec):
     """The tokenizer of --tokenizer: "bytes", or the path of a tiktoken BPE file."""
     if Path(spec).suffix == ".json":
         raise ValueError(
-            f"--tokenizer {spec} conflicts with text: Hugging Face's tokenizer.json, which Qwen3 "
-            "has, is not read here; make token shards of the text with the package tokenizers, as "
-            "README shows under Hugging Face, and give their folder as --data"
+            f"--tokenizer {spec} conflicts with text: tokenizer.json, which Qwen3 has, is not read "
+            "here; make token shards, as README shows under Hugging Face, and give them as --data"
         )
     return ByteTokenizer() if str(spec) == "bytes" else TiktokenTokenizer(spec)
-
-
-def fingerprint_of(spec):
-    """What --tokenizer is known by; a tokenizer.json, which only shards can name, by its bytes."""
-    if Path(spec).suffix != ".json":
-        return load_tokenizer(spec).fingerprint
-    if not Path(spec).is_file():
-        raise ValueError(f"--tokenizer {spec} is no file: give the one that made the shards")
-    return f"sha256-{hashlib.sha256(Path(spec).read_bytes()).hexdigest()[:16]}"
 
 
 # ---- 2. Reading text ---------------------------------------------------------------------------
@@ -155,28 +153,25 @@ DAMAGED = object()  # in place of the text of a line that is no JSON
 
 
 def list_files(data):
-    """(files, broken links) of a file, a glob or a folder with all below it but hidden ones.
+    """Files and broken links: --data itself, what its glob names, or all below it but hidden ones.
 
     Each file is there once, by what it is (device and inode), however many links lead to it.
     """
     tops = [data] if Path(data).exists() else glob.glob(str(data), recursive=True)
-    found, broken, seen, ahead = [], [], set(), sorted(map(Path, tops), reverse=True)
+    found, seen, ahead = [], set(), sorted(map(Path, tops), reverse=True)
     while ahead:
         path = ahead.pop()
-        try:
+        if os.path.exists(path):
             stat = path.stat()
-        except OSError:
-            broken.append(path)
-            continue
-        if (stat.st_dev, stat.st_ino) in seen:
-            continue
-        seen.add((stat.st_dev, stat.st_ino))
-        if path.is_dir():
+            if (stat.st_dev, stat.st_ino) in seen:
+                continue
+            seen.add((stat.st_dev, stat.st_ino))
+        if os.path.isdir(path):
             inside = (child for child in path.iterdir() if not child.name.startswith("."))
             ahead += sorted(inside, reverse=True)
         else:
             found.append(path)
-    return found, broken
+    return found
 
 
 def find_texts(data):
@@ -188,8 +183,9 @@ def find_texts(data):
         tests = {"test", "tests", "idle_test"}  # some are broken on purpose
         files = [f for f in files if not tests & set(f.relative_to(root).parts)]
     else:
-        files, _ = list_files(data)
-    texts = [f for f in files if f.name.endswith(SUFFIXES) and f.is_file() and f.stat().st_size]
+        files = list_files(data)
+    files = [f for f in files if f.name.endswith(SUFFIXES) and os.path.isfile(f)]
+    texts = [f for f in files if f.stat().st_size]
     if not texts:
         raise ValueError(
             f"--data {data} names no text: it must be token shards, or a file, folder or quoted "
@@ -206,12 +202,12 @@ def suffix_of(path):
 
 def describe_choice(data, texts):
     """What of --data is read and what is left out, by kind; None if it is all of one kind."""
-    files, broken = list_files(data) if data is not None else ([], [])
-    chosen = set(texts)
-    kinds = Counter(map(suffix_of, texts))
-    left = Counter(path.suffix or path.name for path in files if path not in chosen)
-    left += Counter({"broken links": len(broken)})
-    if data is None or (len(kinds) == 1 and not left):
+    if data is None:
+        return None
+    kinds, left = Counter(map(suffix_of, texts)), Counter()
+    for path in set(list_files(data)).difference(texts):
+        left[path.suffix or path.name if os.path.exists(path) else "broken links"] += 1
+    if len(kinds) == 1 and not left:
         return None
     read, out = (", ".join(f"{n:,} {kind}" for kind, n in sorted(c.items())) for c in (kinds, left))
     return f"--data {data}: read are {read}; left out are {out or 'none'}"
@@ -292,8 +288,7 @@ def check_share(path, n_chars, n_bad):
     if n_bad > max(10, n_chars / 10):
         raise ValueError(
             f"--data {path} is no text in UTF-8: of {n_chars:,} characters {n_bad:,} are NULs or "
-            "invalid, as in UTF-16 without its mark, in an old encoding or in a binary file; "
-            "convert it (iconv -t utf-8), or leave it out"
+            "invalid; convert it (iconv -t utf-8), or leave it out"
         )
 
 
@@ -469,8 +464,8 @@ class TokenShards:
                 lengths.append(len(array))
         except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"--data {folder} is a damaged folder of token shards ({error!r}): index.json and "
-                "the files it lists must be as data.py wrote them; tokenise the text again"
+                f"--data {folder} is a damaged folder of token shards ({error!r}): tokenise the "
+                "text again"
             ) from error
         self.ends = np.cumsum(lengths)  # position in the stream where each shard ends
         self.n_tokens = sum(lengths)
@@ -498,10 +493,9 @@ class TokenShards:
 
 def is_shards(folder):
     """Whether a folder holds token shards, be they damaged, and not another's index.json."""
-    try:
+    index = None
+    with contextlib.suppress(OSError, ValueError):
         index = json.loads((folder / "index.json").read_text())
-    except (OSError, ValueError):
-        index = {}
     is_ours = isinstance(index, dict) and "tokenizer_fingerprint" in index
     return is_ours or (folder / "tokens-00000.npy").is_file()
 
@@ -525,9 +519,8 @@ def open_tokens(data, tokenizer_spec, *, data_cache, is_builder):
         tokens, fingerprint = TokenShards(data), fingerprint_of(tokenizer_spec)
         if tokens.tokenizer_fingerprint != fingerprint:
             raise ValueError(
-                f"--tokenizer {tokenizer_spec} ({fingerprint}) did not make --data "
-                f"{data}, {tokens.tokenizer_fingerprint} did: ids mean nothing to another "
-                "tokenizer; give that one, or run data.py on the text again"
+                f"--tokenizer {tokenizer_spec} ({fingerprint}) did not make --data {data}, "
+                f"{tokens.tokenizer_fingerprint} did: give that one, or tokenise the text again"
             )
         return tokens
     tokenizer, files = load_tokenizer(tokenizer_spec), find_texts(data)
@@ -554,7 +547,7 @@ def open_tokens(data, tokenizer_spec, *, data_cache, is_builder):
 
 
 def content_key(files, tokenizer, data_cache, *, is_builder):
-    """What these bytes make with this tokenizer is called: 16 hex digits.
+    """The name, by their content, of what these files make with this tokenizer: 16 hex digits.
 
     The builder hashes all bytes, once for files that stay as they are: the answer is noted under
     their inodes, sizes and times, of which one (ctime) nobody can set back. The others wait for it.
@@ -586,9 +579,8 @@ def check_tokens(tokens, *, source, tokenizer, vocab_size, seq_len, needed):
     """
     if tokens.vocab_size > vocab_size:
         raise ValueError(
-            f"--tokenizer {tokenizer} has {tokens.vocab_size} tokens, but vocab_size of the model "
-            f"is {vocab_size}: every token needs a row of the embedding; try "
-            f"--set vocab_size={tokens.vocab_size}"
+            f"--tokenizer {tokenizer} has {tokens.vocab_size} tokens, more than vocab_size "
+            f"{vocab_size} of the model: try --set vocab_size={tokens.vocab_size}"
         )
     n_windows = tokens.n_windows(seq_len)
     if n_windows < needed:
