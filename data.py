@@ -288,7 +288,8 @@ def check_share(path, n_chars, n_bad):
     if n_bad > max(10, n_chars / 10):
         raise ValueError(
             f"--data {path} is no text in UTF-8: of {n_chars:,} characters {n_bad:,} are NULs or "
-            "invalid; convert it (iconv -t utf-8), or leave it out"
+            "invalid, as in UTF-16 without its mark, in an old encoding or in a binary file; "
+            "convert it (iconv -t utf-8), or leave it out"
         )
 
 
