@@ -404,15 +404,16 @@ def start_profiler(folder, profile_steps, done):
 
     Args:    done, the steps behind a run that is resumed.
     """
-    if profile_steps is None:
+    first, last = map(int, profile_steps.split(":")) if profile_steps else (0, 0)
+    first = max(first, done + 1)
+    if first > last:
         return None
-    first, last = map(int, profile_steps.split(":"))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{dist.get_rank()}.json"
     warnings.filterwarnings("ignore", message="Profiler won't be using warmup")  # it needs a step
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(
-            wait=max(0, first - done - 1), warmup=0, active=last - first + 1, repeat=1
+            wait=first - done - 1, warmup=0, active=last - first + 1, repeat=1
         ),
         on_trace_ready=lambda profiler: try_to_write(
             path, partial(profiler.export_chrome_trace, str(path)), set()

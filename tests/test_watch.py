@@ -325,6 +325,22 @@ def test_the_profile_has_a_trace_per_rank_with_the_steps_asked_for(folder):
         assert len(steps) == 2
 
 
+@pytest.mark.parametrize(
+    "done, traced", [(0, {3, 4}), (2, {3, 4}), (3, {4}), (4, None)]
+)
+def test_a_resumed_run_profiles_what_is_left_of_the_steps(tmp_path, monkeypatch, done, traced):
+    monkeypatch.setattr(watch.dist, "get_rank", lambda: 0)
+    profiler = watch.start_profiler(tmp_path, "3:4", done)
+    assert (profiler is None) == (traced is None)
+    if profiler:
+        for _ in range(done + 1, 7):
+            profiler.step()
+        profiler.stop()
+        trace = json.loads((tmp_path / "rank-0.json").read_text())["traceEvents"]
+        names = {e["name"] for e in trace if "ProfilerStep" in e.get("name", "")}
+        assert names == {f"ProfilerStep#{step - done - 1}" for step in traced}
+
+
 def test_a_profiler_says_nothing_of_its_own(folder):
     """In a process of its own, since the level of what it says is read as torch is imported."""
     flags = f"{TINY} --steps 2 --profile-steps 1:2 --checkpoint-every 0 --out quiet"
