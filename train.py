@@ -194,20 +194,11 @@ def start(args, job, draw=None):
     draw = draw or partial(
         model.draw_weight, config=job.config, seed=args.seed, device=weight_device
     )
+    devices = {"device": job.device, "weight_device": weight_device}
     for stage in job.stages:  # after tp and FSDP, so that no rank holds the whole model
-        parallel.materialise(
-            stage,
-            device=job.device,
-            weight_device=weight_device,
-            draw=draw,
-            positions=job.positions,
-        )
-    loss_fn = parallel.build_loss(
-        job.stages[-1],
-        args.loss_chunks,
-        args.tp,
-        compile=args.compile and not job.loss_parallel,
-    )
+        parallel.materialise(stage, draw=draw, positions=job.positions, **devices)
+    is_compiled = args.compile and not job.loss_parallel
+    loss_fn = parallel.build_loss(job.stages[-1], args.loss_chunks, args.tp, compile=is_compiled)
     schedule = None
     if args.pp > 1:  # told the shapes that its stages exchange
         rows, local_len = args.microbatch_size, args.seq_len // args.cp
@@ -228,13 +219,13 @@ def start(args, job, draw=None):
     return job
 
 
-N_STATES = {"adamw": 2, "sgd": 0}  # numbers that each keeps of a parameter, for the plan
+OPTIMIZERS = {"adamw": 4, "sgd": 2}  # numbers that a parameter takes: value, gradient, states
 
 
 def build_optimizer(args, parameters):
     """One optimizer over all stages; like the paper's, it decays norms and embeddings as well.
 
-    Another one joins --optimizer's choices, N_STATES and the `if` below, and keeps this contract:
+    Another one joins OPTIMIZERS and the `if` below, and keeps this contract:
 
     1. It is one torch.optim.Optimizer of all `parameters`, which are DTensors, split as FSDP and tp
        have them; so are their clipped gradients. step(closure=None) runs once a global batch.
@@ -369,10 +360,10 @@ def evaluate(job, tokens, *, seq_len, local_batch_size, val_steps):
     """
     n_data, data_rank = job.mesh["data"].size(), job.mesh["data"].get_local_rank()
     per_batch = local_batch_size * n_data
-    n_batches = min(val_steps, -(-tokens.n_windows(seq_len) // per_batch))
+    end = min(val_steps * per_batch, tokens.n_windows(seq_len))
     sums = torch.zeros(2, device=job.device, dtype=torch.float64)  # loss sum, valid tokens
-    for batch in range(n_batches):
-        first = batch * per_batch + data_rank * local_batch_size
+    for position in range(0, end, per_batch):
+        first = position + data_rank * local_batch_size
         rows = range(first, first + local_batch_size)
         batch = data.validation_batch_at(tokens, rows, seq_len=seq_len)
         inputs, labels = data.send_to(job.device, batch)
@@ -430,15 +421,14 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
     if is_main:
         print(f"building {args.model}", flush=True)
     job = build(args, config, device)
-    watch.set_timeouts(first_step_s(args.timeout_s))  # of the mesh's groups, too
+    watch.set_timeouts(max(FIRST_STEP_S, args.timeout_s))  # of the mesh's groups, too
     if is_main:
         n_epochs = steps * args.global_batch_size / tokens.n_windows(seq_len)
-        seen = describe_data(tokens, val_tokens, f"{steps} steps", n_epochs)
-        pairs = describe_job(args, job, f"on {device.type}")
-        watch.print_pairs([*pairs, *seen, *describe_moot(args)])
+        watch.print_pairs(describe_job(args, job, f"on {device.type}"))
+        watch.print_pairs(describe_data(tokens, val_tokens, f"{steps} steps", n_epochs))
+        watch.print_pairs(describe_moot(args))
     if not args.ignore_memory:
-        n_numbers = 2 + N_STATES[args.optimizer]  # with its value and its gradient
-        check_fit(job, hardware, n_numbers=n_numbers, on_host=args.cpu_offload)
+        check_fit(job, hardware, n_numbers=OPTIMIZERS[args.optimizer], on_host=args.cpu_offload)
     if is_main:
         then = ", then compiling in step 1: minutes on first use" if args.compile else ""
         print(f"drawing weights{then}", flush=True)
@@ -481,6 +471,9 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
     signals = watch.catch_signals()
 
     # 5. The loop
+    sizes = {"local_batch_size": args.local_batch_size}
+    step_options = sizes | {"max_norm": args.max_norm}
+    val_options = sizes | {"seq_len": seq_len, "val_steps": args.val_steps}
     step, is_last, read_stats = done, False, None
     try:
         while not is_last:
@@ -490,14 +483,7 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
                 group["lr"] = lr * group.get("lr_scale", 1.0)
             inputs, labels = loader.get()
             metrics.data_s += loader.wait_s
-            stats = train_step(
-                job,
-                inputs,
-                labels,
-                local_batch_size=args.local_batch_size,
-                max_norm=args.max_norm,
-                wants_stop=bool(signals),
-            )
+            stats = train_step(job, inputs, labels, wants_stop=bool(signals), **step_options)
             metrics.loss_sum += stats[0]
             is_last = step == steps
             if read_stats is not None:  # of the step before: the host is one ahead, and waits here
@@ -520,18 +506,9 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
             if step == 1 or is_due(step, args.log_every) or do_eval or is_last:
                 watch.check_finite(step, read_stats(), job.weights)
                 now_s = time.perf_counter()  # before the evaluation, which is not counted
-                val_loss = None
-                if do_eval:
-                    sizes = {"seq_len": seq_len, "local_batch_size": args.local_batch_size}
-                    val_loss = evaluate(job, val_tokens, val_steps=args.val_steps, **sizes)
-                metrics.log(
-                    step,
-                    read_stats(),
-                    lr=lr,
-                    tokens=loader.position * seq_len,
-                    now_s=now_s,
-                    val_loss=val_loss,
-                )
+                val_loss = evaluate(job, val_tokens, **val_options) if do_eval else None
+                seen = loader.position * seq_len
+                metrics.log(step, read_stats(), lr=lr, tokens=seen, now_s=now_s, val_loss=val_loss)
 
             # once in a while: what would disturb a step
             if is_due(step, 50):
@@ -608,7 +585,6 @@ def describe_job(args, job, place):
     """(label, text) pairs: model, ranks, stages, memory per rank and batch; `place`, "on cuda"."""
     c, seq_len, n_data = job.config, args.seq_len, job.mesh["data"].size()
     whole, local = args.global_batch_size, args.local_batch_size
-    n_numbers = 2 + N_STATES[args.optimizer]
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees_of(args).items())
     pairs = [
         ("model", f"{args.model}: {model.count_parameters(c):,} parameters, {c.n_layers} layers, "
@@ -616,7 +592,7 @@ def describe_job(args, job, place):
         ("ranks", f"{dist.get_world_size()} {place}: {axes}; computes in {args.param_dtype}, sums "
          f"gradients in {args.reduce_dtype}"),
         ("memory", f"{job.n_local:,} parameters on this rank; with gradients and optimizer states "
-         f"{job.n_local * 4 * n_numbers / 2**20:,.1f} MiB"),
+         f"{job.n_local * 4 * OPTIMIZERS[args.optimizer] / 2**20:,.1f} MiB"),
         ("batch", f"{whole} sequences x {seq_len} = {whole * seq_len:,} tokens a step; {n_data} "
          f"data rank{'s' * (n_data > 1)} x {local} x {whole // (n_data * local)} accumulated"),
     ]  # fmt: skip
@@ -707,30 +683,23 @@ def choose_checkpoint(folder, resume):
 
 def check_resumable(args, config, tokens, state):
     """Raise TrainingError if this run cannot go on from there; print what else differs."""
-    flags, where = state["flags"], f"the checkpoint at step {state['step']} in --out {args.out}"
+    flags = state["flags"]
 
-    def tell(flags, fields):
-        model_first = [f"--model {flags['model']}", f"--optimizer {flags['optimizer']}"]
-        return [*model_first, *(f"--set {key}={value}" for key, value in fields.items())]
+    def tell(flags, config, fingerprint):
+        """The model, and what decides which windows were already seen."""
+        typed = [f"{flag_of(name)} {flags[name]}" for name in ("optimizer", "seq_len", "seed")]
+        fields = [f"--set {key}={value}" for key, value in dataclasses.asdict(config).items()]
+        return [f"--model {flags['model']}", *fields, *typed, f"--data (its tokens) {fingerprint}"]
 
     there = model.ModelConfig(**state["model"])  # with defaults of fields that are younger
-    was, now = (tell(f, dataclasses.asdict(c)) for f, c in ((flags, there), (vars(args), config)))
-    if set(was[1:]) != set(now[1:]):  # the name alone makes no other model
-        there, here = ([x for x in a if x not in b] for a, b in ((was, now), (now, was)))
+    was = tell(flags, there, state["data_fingerprint"])
+    now = tell(vars(args), config, tokens.fingerprint)
+    if was[1:] != now[1:]:  # the name alone makes no other model
+        there, here = [x for x in was if x not in now], [x for x in now if x not in was]
         raise watch.TrainingError(
-            f"{where} has {', '.join(there)}, and this run {', '.join(here)}: to go on give the "
-            "former, or start afresh in another --out"
+            f"the checkpoint at step {state['step']} in --out {args.out} has {', '.join(there)}, "
+            f"and this run {', '.join(here)}: to go on give the former, or start in another --out"
         )
-    for name, was, now in (
-        ("--seq-len", flags["seq_len"], args.seq_len),
-        ("--seed", flags["seed"], args.seed),
-        ("--data (its tokens)", state["data_fingerprint"], tokens.fingerprint),
-    ):
-        if was != now:
-            raise watch.TrainingError(
-                f"{name} {now} differs from {was} of {where}: the windows already seen would be "
-                "counted wrongly; use the old value, or start afresh in another --out"
-            )
     changed = [
         f"{name} {flags.get(name)} -> {value}"
         for name, value in vars(args).items()
@@ -825,9 +794,7 @@ more_than_zero = checked(
 )
 share = checked(float, "between 0 and 1: try 0.5", lambda value: 0 <= value <= 1)
 ac_choice = checked(
-    str,
-    "none, full, op or a number: try op",
-    lambda text: text in ("none", "full", "op") or (text.isdecimal() and int(text) > 0),
+    str, "none, full, op or a number: try op", re.compile(r"none|full|op|0*[1-9]\d*").fullmatch
 )
 
 
@@ -863,9 +830,8 @@ def build_parser():
         "the text of Python's standard library -> data.py:open_tokens")
     add("--data-cache", default=".cache", help="folder for tokens made here -> data.py:open_tokens")
     add("--tokenizer", default="bytes", help="bytes, or a tiktoken file -> data.py:load_tokenizer")
-    add("--local-batch-size", type=at_least(1),
-        help="sequences per data rank per forward and backward; if not given 4, or with a pipeline "
-        "of more stages one microbatch for each of them -> train.py:gradients")
+    add("--local-batch-size", type=at_least(1), help="sequences per data rank per forward and "
+        "backward; if not given 4, or if more a microbatch for each stage -> train.py:gradients")
     add("--global-batch-size", type=at_least(1, or_else=-1), default=-1,
         help="sequences per optimizer step on all ranks; what does not fit at once is accumulated; "
         "-1: no accumulation -> train.py:resolve_args")
@@ -890,9 +856,8 @@ def build_parser():
         help="gather logits over tp before the loss -> parallel.py:apply_tp")
     add("--reshard", choices=("default", "always", "never"), default="default",
         help="free gathered parameters after the forward pass -> parallel.py:apply_fsdp")
-    add("--cpu-offload", action="store_true",
-        help="keep parameters, gradients and optimizer on the host, which under accumulation waits "
-        "for each unit's gradient -> parallel.py:apply_fsdp")
+    add("--cpu-offload", action="store_true", help="keep weights, gradients and optimizer on the "
+        "host, which under accumulation waits for each unit's gradient -> parallel.py:apply_fsdp")
     add("--ac", type=ac_choice, default="none", metavar="{none,full,op,N}",
         help="recompute activations in the backward pass -> parallel.py:apply_ac")
     add("--compile", action="store_true", help="each block, and without "
@@ -916,9 +881,8 @@ def build_parser():
         help="if not given 1, or 2 where the schedule needs it -> pipeline.py:count_stages")
     add("--pp-split", metavar="NAMES", help="cut before these modules, as in layers.4,layers.8; "
         "if not given, evenly -> pipeline.py:split_at")
-    add("--pp-end-weights", type=int, nargs=2, metavar=("IN", "OUT"),
-        help="layers that embedding and head count as, if not given 1 1 "
-        "-> pipeline.py:split_layers")
+    add("--pp-end-weights", type=int, nargs=2, metavar=("IN", "OUT"), help="layers that embedding "
+        "and head count as, if not given 1 1 -> pipeline.py:split_layers")
 
     add = parser.add_argument_group("float8").add_argument
     add("--float8", choices=float8.RECIPES, help="8-bit matmuls -> float8.py:apply_float8")
@@ -932,7 +896,7 @@ def build_parser():
 
     add = parser.add_argument_group("train").add_argument
     add("--steps", type=at_least(1), default=100, help="of the optimizer -> train.py:pretrain")
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw",
+    add("--optimizer", choices=OPTIMIZERS, default="adamw",
         help="what it is -> train.py:build_optimizer")
     add("--lr", type=more_than_zero, default=2e-3, help="its peak -> train.py:lr_at")
     add("--warmup-steps", type=at_least(0), default=10, help="linear -> train.py:lr_at")
@@ -968,17 +932,15 @@ def build_parser():
     add("--profile-steps", type=checked(str, "FIRST:LAST: try 10:12", is_range),
         metavar="FIRST:LAST",
         help="trace these steps into OUT/profile, one file per rank -> watch.py:start_profiler")
-    add("--memory-snapshot", action="store_true",
-        help="CUDA: what filled the memory, at the end or when it runs out, into OUT/memory "
-        "-> watch.py:dump_memory")
+    add("--memory-snapshot", action="store_true", help="CUDA: what filled the memory, at the end "
+        "or when it runs out, into OUT/memory -> watch.py:dump_memory")
     add("--flight-recorder", type=at_least(0), default=0, metavar="N",
         help="remember the last N collectives, and write them into OUT/flight when a rank fails or "
         "hangs, for `python watch.py OUT` -> watch.py:record_collectives")
     add("--check-ranks-every", type=at_least(0), default=0, help="steps; compare what ranks must "
         "have in common, 0: never -> watch.py:check_ranks")
-    add("--timeout-s", type=more_than_zero, default=300.0,
-        help="after which a collective counts as hung, once the first step is done; before, 600 s "
-        "or more -> watch.py:set_timeouts")
+    add("--timeout-s", type=more_than_zero, default=300.0, help="after which a collective counts "
+        "as hung, once the first step is done; before, 600 s or more -> watch.py:set_timeouts")
     add("--deterministic", action="store_true",
         help="only kernels that repeat bit for bit -> train.py:init_distributed")
     add("--ignore-memory", action="store_true",
@@ -998,18 +960,16 @@ def expand_files(argv):
         if not word.startswith("@"):
             words.append(word)
             continue
+        place = "as text"
         try:
-            lines = Path(word[1:]).read_text("utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{word} cannot be read ({error}): @FILE is a text file of flags in UTF-8; try one "
-                "of recipes/*.args"
-            ) from error
-        for n, line in enumerate(lines, start=1):
-            try:
+            for n, line in enumerate(Path(word[1:]).read_text("utf-8-sig").splitlines(), start=1):
+                place = f"in line {n} ({line.strip()})"
                 words += shlex.split(line, comments=True)
-            except ValueError as error:
-                raise ValueError(f"{word}, line {n} ({line.strip()}): {error}: mend it") from error
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{word} cannot be read {place}: {error}: @FILE is a text file of flags in UTF-8; "
+                "mend it, or try one of recipes/*.args"
+            ) from error
     return words
 
 
@@ -1017,21 +977,16 @@ def parse_args(argv=None, parser=None):
     """The flags as typed, each in its range, of train.py's parser or of one with more flags."""
     parser, words = parser or build_parser(), expand_files(sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(words)
-    known = [flag_of(name) for name in vars(args)]
-    for word in unknown:
-        flag = word.split("=")[0]
-        if flag in ("--simulate", "--simulate-rank"):
-            raise ValueError(
-                f"{flag} is no flag of train.py: a simulation is a program of its own; run `python "
-                "simulate.py` with the same flags and --world-size N"
-            )
-        if not flag.startswith("-") and Path(flag).exists():
-            raise ValueError(
-                f"{flag} belongs to no flag: the shell has put file names in a glob's place; quote "
-                "it, as in --data 'c4/*.json.gz'"
-            )
+    if unknown:
+        flag, known = unknown[0].split("=")[0], map(flag_of, vars(args))
         near = {"--learning-rate": ["--lr"]}.get(flag) or get_close_matches(flag, known, 3, 0.5)
-        raise ValueError(f"unrecognized argument: {word}: try {' or '.join(near) or '--help'}")
+        way_out = f"try {' or '.join(near) or '--help'}"
+        if flag in ("--simulate", "--simulate-rank"):
+            way_out = "run `python simulate.py` with the same flags and --world-size N"
+        elif not flag.startswith("-") and Path(flag).exists():
+            way_out = "the shell has put file names in a glob's place; quote it, as in --data "
+            way_out += "'c4/*.json.gz'"
+        raise ValueError(f"unrecognized argument: {unknown[0]}: {way_out}")
     return args
 
 
@@ -1043,8 +998,7 @@ def resolve_args(args, hardware, world_size):
     if args.local_batch_size is None:
         args.local_batch_size = 4
         if args.pp > 1:
-            is_single = pipeline.kind_of(args.pp_schedule).stages_per_rank == 1
-            n_stages = args.pp * (1 if is_single else 2)
+            n_stages = args.pp * (pipeline.kind_of(args.pp_schedule).stages_per_rank or 2)
             args.local_batch_size = max(4, n_stages * args.microbatch_size)
     if args.global_batch_size == -1:
         args.global_batch_size = args.local_batch_size * args.dp_replicate * args.dp_shard
@@ -1116,26 +1070,19 @@ def check_args(args, config, hardware, world_size):
 
     The rules live with their techniques: this asks them, in one order.
     """
-    degrees = degrees_of(args)
-    cp, tp, pp = degrees["cp"], degrees["tp"], degrees["pp"]
+    degrees, cp, tp, pp = degrees_of(args), args.cp, args.tp, args.pp
+    seq_len, dtype, device_type = args.seq_len, args.param_dtype, hardware.device_type
     check_needs(args, config)
     model.check_config(config)
-    sizes = {"model": args.model, "seq_len": args.seq_len, "world_size": world_size}
-    parallel.check_mesh(degrees, config, **sizes)
-    parallel.check_ep(
-        args.ep, config, degrees, param_dtype=args.param_dtype, is_compiled=args.compile
-    )
-    parallel.check_loss_chunks(args.loss_chunks, seq_len=args.seq_len, cp=cp, tp=tp)
-    parallel.check_cp(
-        cp=cp,
-        param_dtype=args.param_dtype,
-        is_grouped=config.n_kv_heads < config.n_heads,
-        device_type=hardware.device_type,
-    )
+    parallel.check_mesh(degrees, config, model=args.model, seq_len=seq_len, world_size=world_size)
+    parallel.check_ep(args.ep, config, degrees, param_dtype=dtype, is_compiled=args.compile)
+    parallel.check_loss_chunks(args.loss_chunks, seq_len=seq_len, cp=cp, tp=tp)
+    is_grouped = config.n_kv_heads < config.n_heads
+    parallel.check_cp(cp=cp, param_dtype=dtype, is_grouped=is_grouped, device_type=device_type)
     if args.compile:
-        parallel.check_compile(hardware.device_type)
+        parallel.check_compile(device_type)
     if args.async_tp:
-        parallel.check_async_tp(tp=tp, compile=args.compile, device_type=hardware.device_type)
+        parallel.check_async_tp(tp=tp, compile=args.compile, device_type=device_type)
     if pp > 1:
         pipeline.check_pipeline(
             args.pp_schedule,
@@ -1159,19 +1106,12 @@ def check_args(args, config, hardware, world_size):
     )
     if args.float8:
         rows = args.microbatch_size if pp > 1 else args.local_batch_size
-        float8.check_float8_fits(
-            args.float8,
-            skip=args.float8_filter,
-            linear_names=model.linear_names(config),
-            n_tokens=rows * args.seq_len // cp,
-        )
-    n_data = degrees["dp_replicate"] * degrees["dp_shard"]
+        sizes = {"linear_names": model.linear_names(config), "n_tokens": rows * seq_len // cp}
+        float8.check_float8_fits(args.float8, skip=args.float8_filter, **sizes)
+    n_data = args.dp_replicate * args.dp_shard
     data.check_batch(args.global_batch_size, args.local_batch_size, n_data)
-    watch.check_records(
-        tensorboard=args.tensorboard,
-        memory_snapshot=args.memory_snapshot,
-        device_type=hardware.device_type,
-    )
+    records = {"tensorboard": args.tensorboard, "memory_snapshot": args.memory_snapshot}
+    watch.check_records(**records, device_type=device_type)
     has_begun = checkpoint.check_out(Path(args.out))
     if args.init_from and not has_begun:
         checkpoint.check_init_from(args.init_from, dataclasses.asdict(config))
@@ -1236,9 +1176,7 @@ def check_environment():
         )
 
 
-def first_step_s(timeout_s):
-    """The limit of a collective until the first step is done: compilation takes long."""
-    return max(600.0, timeout_s)
+FIRST_STEP_S = 600.0  # least limit of a collective until the first step is done: compiling is slow
 
 
 def init_distributed(args, hardware):
@@ -1264,26 +1202,28 @@ def init_distributed(args, hardware):
     hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(OSError, ValueError):  # gloo holds a descriptor for each peer in each group
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-    options = {"timeout": timedelta(seconds=first_step_s(args.timeout_s))}
+    store = None  # torchrun's, at the address in the environment
     if "RANK" not in os.environ:  # plain `python train.py`: a group of one, without a network
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        store = dist.HashStore()
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # after --max-restarts the agent's store still holds where the dead ranks listened, and gloo
         # would call there: each attempt looks for its peers under a name of its own
         agent = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         attempt = f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-        options |= {
-            "store": dist.PrefixStore(attempt, dist.TCPStore(*agent, is_master=False)),
-            "rank": from_torchrun("RANK"),
-            "world_size": from_torchrun("WORLD_SIZE"),
-        }
-    agent = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    said = f"waiting for {from_torchrun('WORLD_SIZE')} ranks to meet at {agent} ..."
+        store = dist.PrefixStore(attempt, dist.TCPStore(*agent, is_master=False))
+    address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    said = f"waiting for {from_torchrun('WORLD_SIZE')} ranks to meet at {address} ..."
     waits = threading.Timer(15.0, partial(print, said, file=sys.stderr, flush=True))
     waits.daemon = True
     waits.start()
-    # gloo beside nccl: offloaded gradients and checkpoints are reduced on the host
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **options)
+    dist.init_process_group(
+        # gloo beside nccl: offloaded gradients and checkpoints are reduced on the host
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=max(FIRST_STEP_S, args.timeout_s)),
+        store=store,
+        rank=from_torchrun("RANK"),
+        world_size=from_torchrun("WORLD_SIZE"),
+    )
     waits.cancel()
     return device
 

@@ -248,8 +248,8 @@ def test_resuming_an_older_step_sets_the_newer_aside_and_drops_its_rows(folder):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--seq-len 16", "--seq-len 16 differs from 32"),
-        ("--seed 1", "--seed 1 differs from 0"),
+        ("--seq-len 16", "has --seq-len 32, and this run --seq-len 16: to go on give"),
+        ("--seed 1", "has --seed 0, and this run --seed 1: to go on give"),
         ("--set n_layers=3", "step 2 in --out fixed has --set n_layers=2, and this .* n_layers=3:"),
         ("--model 8b --set dim=64", "has --model debug, .* and this run --model 8b, --set"),
         ("--resume 7", r"--resume 7 .*steps there: 2"),
