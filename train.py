@@ -661,10 +661,7 @@ def train_state(args, job, tokens, step, sequences):
 
 
 def choose_checkpoint(folder, resume):
-    """(step, its train.json) to resume from, or (0, None); rank 0 looks, and all see the same.
-
-    Raises:  TrainingError on every rank.
-    """
+    """(step, its train.json) to resume from, or (0, None): what rank 0 gets or raises, all do."""
     found = [0, None, None]
     if dist.get_rank() == 0:
         for name in checkpoint.unpublished(folder):
@@ -831,7 +828,7 @@ def build_parser():
     add("--data-cache", default=".cache", help="folder for tokens made here -> data.py:open_tokens")
     add("--tokenizer", default="bytes", help="bytes, or a tiktoken file -> data.py:load_tokenizer")
     add("--local-batch-size", type=at_least(1), help="sequences per data rank per forward and "
-        "backward; if not given 4, or if more a microbatch for each stage -> train.py:gradients")
+        "backward; if not given 4, or a microbatch per stage if that is more -> train.py:gradients")
     add("--global-batch-size", type=at_least(1, or_else=-1), default=-1,
         help="sequences per optimizer step on all ranks; what does not fit at once is accumulated; "
         "-1: no accumulation -> train.py:resolve_args")
