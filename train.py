@@ -565,8 +565,7 @@ def run(argv=None):
 
 def open_texts(args, config):
     """(tokens, validation tokens or None), of which each fits the model."""
-    is_builder = from_torchrun("LOCAL_RANK") == 0
-    cache = {"data_cache": args.data_cache, "is_builder": is_builder}
+    cache = {"data_cache": args.data_cache, "is_builder": from_torchrun("LOCAL_RANK") == 0}
     fits = {"tokenizer": args.tokenizer, "vocab_size": config.vocab_size, "seq_len": args.seq_len}
     tokens = data.open_tokens(args.data, args.tokenizer, **cache)
     source = f"--data {args.data or '(default)'}"
