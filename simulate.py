@@ -1174,7 +1174,7 @@ def resolve(typed, **changes):
     args = argparse.Namespace(**vars(typed) | changes)
     args.init_from = None  # no weights are read
     memory_bytes = args.gpu_memory_gib and round(args.gpu_memory_gib * 2**30)
-    hardware = train.Hardware("cuda", (10, 0), args.world_size, memory_bytes)
+    hardware = train.Hardware("cuda", (10, 0), memory_bytes)
     config = train.resolve_args(args, hardware, args.world_size)
     train.check_args(args, config, hardware, args.world_size)
     experts = {"param_dtype": args.param_dtype, "is_compiled": True}

@@ -1130,14 +1130,13 @@ class Hardware:
 
     device_type: str  # cuda or cpu
     capability: tuple | None  # of a GPU: (major, minor)
-    n_devices: int  # GPUs of this host
     memory_bytes: int | None  # of one GPU
 
 
 def find_hardware():
     """This host's; ValueError if torchrun has started more ranks than there are GPUs."""
     if not torch.cuda.is_available():
-        return Hardware("cpu", None, 0, None)
+        return Hardware("cpu", None, None)
     n_local, n_devices = from_torchrun("LOCAL_WORLD_SIZE"), torch.cuda.device_count()
     if n_local > n_devices:
         raise ValueError(
@@ -1145,7 +1144,7 @@ def find_hardware():
             "rank needs one; start fewer, or CUDA_VISIBLE_DEVICES= torchrun to use the CPU"
         )
     gpu = torch.cuda.get_device_properties(from_torchrun("LOCAL_RANK"))
-    return Hardware("cuda", (gpu.major, gpu.minor), n_devices, gpu.total_memory)
+    return Hardware("cuda", (gpu.major, gpu.minor), gpu.total_memory)
 
 
 def from_torchrun(name):

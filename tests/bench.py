@@ -236,7 +236,7 @@ def main():
         n_ranks, flags = CASES[args.profile]
         print(run_ranks(n_ranks, profile, f"{size} {flags}", n_rows, timeout_s=600)[0])
         return
-    job_args, config = train.read_flags(size.split(), train.Hardware("cpu", None, 0, None), 1)
+    job_args, config = train.read_flags(size.split(), train.Hardware("cpu", None, None), 1)
     n_tokens, seen = n_rows * job_args.seq_len, defaultdict(list)
     flops = n_tokens * model.flops_per_token(config, job_args.seq_len)
     cases = {"plain loop": (1, plain_step, "")}

@@ -89,7 +89,7 @@ def make_job(flags):
     """(args, job) of train.py's flags on the ranks of this process group."""
     import train
 
-    world_size, hardware = dist.get_world_size(), train.Hardware("cpu", None, 0, None)
+    world_size, hardware = dist.get_world_size(), train.Hardware("cpu", None, None)
     args, config = train.read_flags(shlex.split(flags), hardware, world_size)
     return args, train.start(args, train.build(args, config, torch.device("cpu")))
 
@@ -117,7 +117,7 @@ def async_tp_graphs(tp, cases):
     torch._functorch.config.enable_autograd_cache = False
     torch._inductor.config.fx_graph_cache = False
     AsyncCompile.cpp_pybinding = lambda *_: None
-    overlap, h100 = post_grad.micro_pipeline_tp_pass, train.Hardware("cuda", (9, 0), 8, None)
+    overlap, h100 = post_grad.micro_pipeline_tp_pass, train.Hardware("cuda", (9, 0), None)
     found = []
     for flags in cases:
         graphs = []

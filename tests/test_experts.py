@@ -188,13 +188,13 @@ def test_a_bias_that_drifted_stops_the_run_and_is_named(folder):
 def test_experts_that_do_not_fit_the_mesh_are_refused(world, flags, told):
     with pytest.raises(ValueError, match=told):
         train.read_flags(
-            f"--model debug-moe {flags}".split(), train.Hardware("cpu", None, 0, None), world
+            f"--model debug-moe {flags}".split(), train.Hardware("cpu", None, None), world
         )
 
 
 def test_any_expert_dim_runs_in_float64():
     flags = "--model debug-moe --set expert_dim=20 --param-dtype fp64 --reduce-dtype fp64"
-    train.read_flags(flags.split(), train.Hardware("cpu", None, 0, None), 1)
+    train.read_flags(flags.split(), train.Hardware("cpu", None, None), 1)
 
 
 def trained_in_float8(cases):

@@ -35,7 +35,7 @@ import watch
 
 ROOT = Path(__file__).parents[1]
 SHARD_BATCH = "--global-batch-size 8"
-CPU = train.Hardware("cpu", None, 0, None)
+CPU = train.Hardware("cpu", None, None)
 
 
 # ---- 1. The program is the plainest loop -------------------------------------------------------
@@ -738,7 +738,7 @@ def test_what_is_not_given_follows_from_the_mesh(ranks, flags, dp_shard, local, 
         dp_shard, local, whole,
     )  # fmt: skip
     assert args.param_dtype == "fp32"
-    gpu = train.Hardware("cuda", (9, 0), 8, None)
+    gpu = train.Hardware("cuda", (9, 0), None)
     assert train.read_flags(flags.split(), gpu, ranks)[0].param_dtype == "bf16"
 
 
@@ -790,7 +790,7 @@ def test_a_missing_compiler_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match="--compile conflicts with this host, where none of c"):
         train.read_flags(["--compile"], CPU, 1)
-    train.read_flags(["--compile"], train.Hardware("cuda", (9, 0), 1, None), 1)
+    train.read_flags(["--compile"], train.Hardware("cuda", (9, 0), None), 1)
 
 
 def test_validation_text_is_blamed_by_its_own_flag(folder):
@@ -885,7 +885,7 @@ def test_weights_of_the_ends_beside_a_split_by_name_are_refused():
 
 
 def test_groups_of_heads_under_cp_are_refused_on_a_gpu_unless_in_bf16():
-    h100 = train.Hardware("cuda", (9, 0), 8, None)
+    h100 = train.Hardware("cuda", (9, 0), None)
     flags = "--cp 2 --set n_kv_heads=4 --param-dtype"
     with pytest.raises(ValueError, match="--param-dtype fp32 conflicts with --cp 2 .*try --param"):
         train.read_flags([*flags.split(), "fp32"], h100, 2)
@@ -897,13 +897,13 @@ def test_groups_of_heads_under_cp_are_refused_on_a_gpu_unless_in_bf16():
 def test_what_a_recipe_may_hold_in_vain_is_noted():
     """A schedule without a pipeline, as where `--pp 1` overrides a recipe's, and a long warmup."""
     recipe = [f"@{ROOT}/recipes/llama3_405b.args", *"--pp 1 --steps 9".split()]
-    args, _ = train.read_flags(recipe, train.Hardware("cuda", (9, 0), 8, None), 32)
+    args, _ = train.read_flags(recipe, train.Hardware("cuda", (9, 0), None), 32)
     assert train.describe_moot(args) == [
         ("note", "--warmup-steps 600 is cut to --steps 9"),
         ("note", "--pp-schedule Interleaved1F1B does nothing, as --pp is 1"),
         ("note", "--microbatch-size 2 does nothing, as --pp is 1"),
     ]
-    h100, flags = train.Hardware("cuda", (9, 0), 8, None), "--tp 2 --compile --async-tp --float8"
+    h100, flags = train.Hardware("cuda", (9, 0), None), "--tp 2 --compile --async-tp --float8"
     for recipe, noted in (("tensorwise", 0), ("rowwise", 1), ("rowwise_with_gw_hp", 1)):
         args, _ = train.read_flags([*flags.split(), recipe], h100, 2)
         notes = train.describe_moot(args)
@@ -1092,7 +1092,7 @@ def test_two_agents_form_one_job(folder):
 
 @pytest.mark.parametrize("name, ranks", [("8b", 8), ("70b", 256), ("405b", 512)])
 def test_the_recipes_pass_every_check_on_the_hardware_they_are_for(name, ranks):
-    h100 = train.Hardware("cuda", (9, 0), 8, 95 * 2**30)
+    h100 = train.Hardware("cuda", (9, 0), 95 * 2**30)
     args, _ = train.read_flags([f"@{ROOT}/recipes/llama3_{name}.args"], h100, ranks)
     assert args.global_batch_size == {"8b": 16, "70b": 512, "405b": 128}[name]  # the paper's
 
