@@ -59,7 +59,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import uuid
 import warnings
 import weakref
 from collections import Counter, defaultdict
@@ -81,6 +80,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # What we borrow: names that torch or torchao keep private, and why no public one will do.
 #     torch.distributed.tensor.DTensor._spec    mesh and placements, for a copy in host memory
+#     torch.distributed.tensor.DTensor.__create_chunk_list__    where this rank's part begins
 #     torch._foreach_copy_                      all tensors in one call, without Python's lock
 
 # ---- 1. Names in the folder --------------------------------------------------------------------
@@ -118,19 +118,16 @@ def choose_step(folder, resume: str | int) -> int | None:
     Raises:  ValueError if that step is not there, or if "never" would mix two runs in one folder.
     """
     steps = list_checkpoints(folder)
-    there = ", ".join(map(str, steps)) or "none"
+    there = f"the checkpoints in {folder} (steps there: {', '.join(map(str, steps)) or 'none'})"
     if resume == "never" and steps:
         raise ValueError(
-            f"--resume never conflicts with the checkpoints in {folder} (steps there: {there}): "
-            "one folder holds one run: give another --out, or --resume auto to continue this one"
+            f"--resume never conflicts with {there}: one folder holds one run: give another "
+            "--out, or --resume auto to continue this one"
         )
     if resume in ("auto", "never"):
         return steps[-1] if steps else None
     if resume not in steps:
-        raise ValueError(
-            f"--resume {resume} is not among the checkpoints in {folder} (steps there: {there}): "
-            "only a published step can be resumed: give one of those, or --resume auto"
-        )
+        raise ValueError(f"--resume {resume} is not among {there}: give one, or --resume auto")
     return resume
 
 
@@ -138,10 +135,10 @@ def describe_refusal(folder, step, reason) -> str:
     """The error text for a published checkpoint that this run cannot take."""
     others = [other for other in list_checkpoints(folder) if other != step]
     return (
-        f"--resume {step} conflicts with {checkpoint_path(folder, step)} ({reason}): a published "
-        "step is never skipped silently, and fits only the model and optimizer it was saved from: "
-        "give the --model, --set and --optimizer of its train.json, --resume with another step "
-        f"(there: {', '.join(map(str, others)) or 'none'}), or another --out"
+        f"--resume {step} conflicts with {checkpoint_path(folder, step)} ({reason}): it fits only "
+        "the model and optimizer it was saved from: give the --model, --set and --optimizer of its "
+        f"train.json, --resume with another step (there: {', '.join(map(str, others)) or 'none'}), "
+        "or another --out"
     )
 
 
@@ -179,11 +176,8 @@ def check_out(out) -> list[int]:
     """The steps published in OUT, if there are any; ValueError if a run could not write there."""
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"--out {out} cannot be made: {existing} is "
-            f"{'not writable' if existing.is_dir() else 'not a folder'}, and a run writes its "
-            "checkpoints and metrics there; try another --out"
-        )
+        fault = "not writable" if existing.is_dir() else "not a folder"
+        raise ValueError(f"--out {out} cannot be made: {existing} is {fault}: try another --out")
     return list_checkpoints(out / "checkpoints")
 
 
@@ -200,8 +194,7 @@ def hold_folder(folder):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"--out {folder} is in use by another run: two must not write into one folder: "
-                "wait until it ends, or give another --out"
+                f"--out {folder} is in use by another run: wait for its end or give another --out"
             ) from None
         except OSError as error:  # some file systems of clusters have no locks
             warning = f"WARNING: {folder} cannot be locked ({error}): let no other run write there"
@@ -323,17 +316,14 @@ class PublishingWriter(dcp.FileSystemWriter):
     raises to all ranks: so a save succeeds, or fails, on every rank alike.
     """
 
-    def __init__(self, temporary, final, *, train_state, retention):
+    def __init__(self, temporary, final, *, train_state, prune):
         super().__init__(temporary)
         self.final = final
         self.train_state = train_state  # JSON text
-        self.retention = retention  # keyword arguments of apply_retention
+        self.prune = prune  # apply_retention with its arguments
 
     def finish(self, metadata, results):
-        """On rank 0, once every rank's file is on disk: write the rest, rename, prune.
-
-        From the rename on the save is a success, whatever becomes of the pruning.
-        """
+        """Write the rest, rename, prune: from the rename on the save is a success."""
         files = {write.storage_data.relative_path for rank in results for write in rank}
         unseen = sorted(name for name in files if not (self.path / name).exists())
         if unseen:
@@ -344,7 +334,7 @@ class PublishingWriter(dcp.FileSystemWriter):
         fsync_path(self.path)
         self.path.rename(self.final)
         fsync_path(self.final.parent)
-        apply_retention(self.final.parent, **self.retention)
+        self.prune()
 
 
 class StagingPlanner(dcp.DefaultSavePlanner):
@@ -386,22 +376,20 @@ def empty_on_host(state):
     A GPU copies in the background only to pinned memory. torch's own allocator of pinned memory
     would round every request up to a power of two, so the buffer is registered with CUDA instead.
     """
-    likes = {key: local_tensor(tensor) for key, tensor in state.items()}
-    starts = [0, *accumulate(-(-like.nbytes // 64) * 64 for like in likes.values())]  # aligned
+    likes = [local_tensor(tensor) for tensor in state.values()]
+    starts = [0, *accumulate(-(-like.nbytes // 64) * 64 for like in likes)]  # aligned
     flat = torch.empty(starts[-1], dtype=torch.uint8).numpy()  # kept alive by the pieces
     if torch.cuda.is_available():
         cuda, place = torch.cuda.cudart(), flat.ctypes.data
         torch.cuda.check_error(cuda.cudaHostRegister(place, flat.nbytes, 1))
         weakref.finalize(flat, cuda.cudaHostUnregister, place)
-    pieces = []
-    for like, start in zip(likes.values(), starts, strict=False):
-        piece = torch.empty(0, dtype=like.dtype)
-        if like.numel():  # a tensor with a storage of its own: DCP would clone a view to write it
-            where = {"count": like.numel(), "offset": start}
-            piece = torch.frombuffer(flat, dtype=like.dtype, **where)
-        pieces.append(piece.view(like.shape))
-    pairs = zip(state.items(), pieces, strict=True)
-    return {key: with_local_tensor(tensor, piece) for (key, tensor), piece in pairs}
+    host = {}
+    for (key, tensor), like, start in zip(state.items(), likes, starts, strict=False):
+        piece = torch.empty(like.shape, dtype=like.dtype)  # if it holds nothing
+        if n := like.numel():  # a storage of its own: DCP would clone a view to write it
+            piece = torch.frombuffer(flat, dtype=like.dtype, count=n, offset=start)
+        host[key] = with_local_tensor(tensor, piece.view(like.shape))
+    return host
 
 
 class Checkpointer:
@@ -419,24 +407,24 @@ class Checkpointer:
     def __init__(self, folder, *, mode: str, keep_latest: int, protected_step: int | None = None):
         assert mode in ("async", "sync"), f"unknown mode {mode}"
         self.folder, self.mode = Path(folder), mode
-        self.retention = {"keep_latest": keep_latest, "protected_step": protected_step}
-        self.retention["told"] = set()
+        kept = {"keep_latest": keep_latest, "protected_step": protected_step}
+        self.prune = partial(apply_retention, self.folder, **kept, told=set())
         # its own group: the thread's messages must not mix with those of training, nor need a GPU.
         # gloo's 30 minutes bound the time from the first rank's end of writing to the last one's.
         self.group = dist.new_group(backend="gloo")
-        unique = [uuid.uuid4().hex[:8]]  # a killed run may have left its files of the same step
+        unique = [os.urandom(4).hex()]  # a killed run may have left its files of the same step
         dist.broadcast_object_list(unique, src=0, group=self.group)
         self.unique = unique[0]
         self.in_flight = None  # (step, writer, function that returns when all is written)
         self.hook = None  # of the optimizer
-        has_gpu, in_thread = torch.cuda.is_available(), {}
-        if has_gpu:  # else leaving a stream's context would take the thread to GPU 0
-            device = torch.cuda.current_device()
+        self.stream, in_thread = None, {}
+        if torch.cuda.is_available():
+            # copies must not queue behind the next step's kernels
+            self.stream = torch.cuda.Stream()
+            device = torch.cuda.current_device()  # else the stream's end takes the thread to GPU 0
             in_thread = {"initializer": torch.cuda.set_device, "initargs": (device,)}
         self.thread = ThreadPoolExecutor(max_workers=1, **in_thread)
         self.planner = StagingPlanner()
-        # copies must not queue behind the next step's kernels
-        self.stream = torch.cuda.Stream() if has_gpu else None
 
     def prepare(self, stages, optimizer) -> None:
         """After a first step: let the thread make the memory for copies before a save needs it."""
@@ -447,19 +435,16 @@ class Checkpointer:
         """Begin to save step `step`, also if the save before turns out to have failed."""
         if self.hook is None:
             self.hook = optimizer.register_step_pre_hook(lambda *_: self.wait_for_staging())
+        failure = None
         try:
             self.wait()
-        except CheckpointError:
-            self.begin(step, build_state(stages, optimizer), train_state)
-            raise
-        self.begin(step, build_state(stages, optimizer), train_state)
-
-    def begin(self, step, state, train_state):
-        """Write the state of `build_state`, in a thread or (sync) before returning."""
+        except CheckpointError as error:  # never if "sync"; told when the new save has begun
+            failure = error
+        state = build_state(stages, optimizer)
         final = checkpoint_path(self.folder, step)
         temporary = final.with_name(f"{final.name}.tmp-{self.unique}")
         text = json.dumps(train_state, indent=1)
-        writer = PublishingWriter(temporary, final, train_state=text, retention=self.retention)
+        writer = PublishingWriter(temporary, final, train_state=text, prune=self.prune)
         if self.stream:
             torch.cuda.synchronize()  # which that stream does not wait for
         if self.mode == "sync":
@@ -468,6 +453,8 @@ class Checkpointer:
         self.planner.staged.clear()
         future = self.thread.submit(self.write, state, writer, planner=self.planner)
         self.in_flight = step, writer, future.result
+        if failure:
+            raise failure
 
     def write(self, state, writer, *, planner):
         """Save through DCP; returns, or raises on all ranks, when `writer` has published."""
@@ -508,15 +495,13 @@ class Checkpointer:
 
 # ---- 4. Loading --------------------------------------------------------------------------------
 
-DCP = "torch.distributed.checkpoint."
-HARMLESS = {
-    "torch.Size", "torch.serialization._get_layout", DCP + "filesystem._StorageInfo",
-    "pathlib.PosixPath",
+HARMLESS = {"torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath"}
+HARMLESS |= {"torch.distributed.checkpoint." + name for name in (
     # not BytesStorageMetadata: DCP would unpickle the bytes of such an entry without restriction
-    DCP + "metadata.ChunkStorageMetadata", DCP + "metadata.Metadata", DCP + "metadata.StorageMeta",
-    DCP + "metadata.MetadataIndex", DCP + "metadata.TensorProperties",
-    DCP + "metadata.TensorStorageMetadata", DCP + "metadata._MEM_FORMAT_ENCODING",
-}  # fmt: skip
+    "filesystem._StorageInfo", "metadata.ChunkStorageMetadata", "metadata.Metadata",
+    "metadata.MetadataIndex", "metadata.StorageMeta", "metadata.TensorProperties",
+    "metadata.TensorStorageMetadata", "metadata._MEM_FORMAT_ENCODING",
+)}  # fmt: skip
 
 
 def enum_member(enum_class, name):
@@ -551,8 +536,8 @@ def check_safetensors(flag):
     """Raise ValueError, naming the flag that needs it, if safetensors is not installed."""
     if find_spec("safetensors") is None:
         raise ValueError(
-            f"{flag} conflicts with this Python, where safetensors is not installed: it reads and "
-            "writes Hugging Face's files: run `pip install safetensors`"
+            f"{flag} conflicts with this Python, where safetensors, which reads and writes Hugging "
+            "Face's files, is not installed: run `pip install safetensors`"
         )
 
 
@@ -693,7 +678,7 @@ class Family(NamedTuple):
     qk_norm: bool  # with the next: what selects the family
     has_experts: bool
     fixed: dict  # what its config.json may say and model.py does not ask, since it is always so
-    defaults: dict  # of its class, where a config.json is silent
+    defaults: dict = DEFAULTS  # of its class, where a config.json is silent
     modules: dict = HUGGINGFACE_MODULES  # {our name: its name}
     fields: dict = HUGGINGFACE_FIELDS  # {our field: its field}
     needs: dict = {}  # our fields that it has not, and the one value that it stands for
@@ -706,7 +691,6 @@ FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM", qk_norm=False, has_experts=False,
         fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-        defaults=DEFAULTS,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM", qk_norm=True, has_experts=False, fixed=QWEN_FIXED,
@@ -736,9 +720,8 @@ FAMILIES = {
     ),
 }  # fmt: skip
 # of runs that are older than these fields
-OLDER = {"qk_norm": False, "n_experts": 0, "top_k": 0, "expert_dim": 0, "n_shared_experts": 0}
-OLDER |= {"n_dense_layers": 0, "router_score": "softmax", "normalise_top_k": False}
-OLDER |= {"routed_scale": 1.0}
+OLDER = {"qk_norm": False, "n_experts": 0, "top_k": 0, "expert_dim": 0, "normalise_top_k": False}
+OLDER |= EXPERT_NEEDS
 
 
 def read_model(path) -> dict:
@@ -754,9 +737,9 @@ def family_of(config) -> str:
     for field, value in FAMILIES[name].needs.items():
         if config[field] != value:
             raise ValueError(
-                f"--set {field}={config[field]} conflicts with Hugging Face's {name}, the family "
-                f"of this model, which has {field}={value}: its files have no place for it; use "
-                "checkpoints of this program, or export --format torch"
+                f"--set {field}={config[field]} conflicts with Hugging Face's {name}, this model's "
+                f"family, where {field} is {value}: use this program's own checkpoints, or export "
+                "--format torch"
             )
     return name
 
@@ -804,28 +787,17 @@ def flatten_config(c, family) -> dict:
     return c | {"rope_scaling": None, "rope_type": "default", "factor": 1.0} | rope
 
 
-def held_range(tensor, dim):
-    """Which indices of `dim` this rank holds of an evenly split DTensor: a range."""
-    held = range(tensor.shape[dim])
-    axes = list(enumerate(tensor.placements)) if isinstance(tensor, DTensor) else []
-    for axis, placement in reversed(axes):  # the innermost axis has cut first
-        if not placement.is_replicate() and placement.dim == dim:
-            n = len(held) // tensor.device_mesh.size(axis)
-            first = n * tensor.device_mesh.get_local_rank(axis)
-            held = held[first : first + n]
-    return held
-
-
 def split_experts(name, tensor):
     """{name.5: expert 5} of those in (E, out, in) that this rank holds, the same memory."""
-    parts = zip(held_range(tensor, 0), local_tensor(tensor), strict=True)
     if not isinstance(tensor, DTensor):
-        return {f"{name}.{number}": part for number, part in parts}
+        return {f"{name}.{number}": part for number, part in enumerate(tensor)}
+    (held,) = tensor.__create_chunk_list__()  # where DCP takes this rank's part to lie
     # an expert whose rows are cut stays so; that other ranks have other experts, it need not know
     is_cut = [not p.is_replicate() and p.dim == 1 for p in tensor.placements]
     where = {"device_mesh": tensor.device_mesh, "run_check": False}
     where["placements"] = [Shard(0) if cut else Replicate() for cut in is_cut]
     where |= {"shape": tensor.shape[1:], "stride": tensor.stride()[1:]}
+    parts = enumerate(tensor.to_local(), start=held.offsets[0])
     return {f"{name}.{number}": DTensor.from_local(part, **where) for number, part in parts}
 
 
@@ -840,19 +812,18 @@ def check_init_from(path, config) -> Path:
     Raises:  ValueError. Needs no process group, so a wrong folder can be told before there is one.
     """
     folder = find_checkpoint("--init-from", path)
-    there, here = None, config
     if (folder / "config.json").is_file():
         family = FAMILIES[family_of(config)]
         here = flatten_config(config_to_huggingface(config), family)
         there = flatten_config(read_json(folder / "config.json"), family)
     else:
-        there = read_model(folder)
+        here, there = config, read_model(folder)
     differing = [key for key in here if there.get(key) != here[key]]
     if differing:
         texts = (f"{key} is {there.get(key)} there and {here[key]} here" for key in differing)
         raise ValueError(
-            f"--init-from {path} conflicts with this run's model: {', '.join(texts)}: weights mean "
-            "something only in the model they were trained in: give its --model and --set"
+            f"--init-from {path} conflicts with this run's model: {', '.join(texts)}: weights fit "
+            "only the model they were trained in: give its --model and --set"
         )
     return folder
 
@@ -861,15 +832,16 @@ def to_huggingface(tensors, family):
     """{key of build_state: tensor, or its full shape} under a family's names, expert by expert."""
     renamed = {}
     for key, tensor in tensors.items():
-        name, parts = key.removeprefix("model."), {}
+        name = key.removeprefix("model.")
+        if name.endswith("moe.bias"):
+            continue  # no family has it, so that it is zero
         if ".experts." not in name:
-            parts[name] = tensor
+            parts = {name: tensor}
         elif isinstance(tensor, torch.Tensor):
             parts = split_experts(name, tensor)
         else:
             parts = {f"{name}.{number}": tensor[1:] for number in range(tensor[0])}
-        if not name.endswith("moe.bias"):  # which no family has, so that it is zero
-            renamed |= {huggingface_name(part, family): parts[part] for part in parts}
+        renamed |= {huggingface_name(part, family): parts[part] for part in parts}
     return renamed
 
 
@@ -891,8 +863,8 @@ def load_weights(path, stages, *, shapes) -> None:
         fill_state(state, wanted, path, flag="--init-from", ignored=ignored)
     except Unreadable as error:
         raise ValueError(
-            f"--init-from {path} conflicts with this run ({error}): weights come from whole files "
-            "and fit only their own model: give its --model and --set, or another path"
+            f"--init-from {path} conflicts with this run ({error}): weights fit only the model "
+            "they were trained in: give its --model and --set, or another path"
         ) from error
 
 
@@ -980,9 +952,9 @@ def export_huggingface(folder, model, flags, *, shapes, read, dtype):
     biases = [name for name in shapes if name.endswith("moe.bias")]
     if biases and any(bias.any() for bias in read(biases).values()):
         raise ValueError(
-            f"--format hf conflicts with {biases[0]}, which --balance-speed has moved: the files "
-            f"of {config['model_type']} have no place for it, and without it other experts would "
-            "be chosen; train with --balance-speed 0, or export --format torch"
+            f"--format hf conflicts with {biases[0]}, which --balance-speed has moved: "
+            f"{config['model_type']} has none and would choose other experts: train with "
+            "--balance-speed 0, or export --format torch"
         )
     parts, total_size, weight_map = defaultdict(list), 0, {}
     for name in sorted(shapes.keys() - {*biases}):
@@ -1003,21 +975,16 @@ def export_huggingface(folder, model, flags, *, shapes, read, dtype):
     is_stretched = model["rope_factor"] != 1.0
     config["max_position_embeddings"] = stretched_len if is_stretched else flags["seq_len"]
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    for name, content in (
-        ("config.json", config),
-        ("generation_config.json", ids),
-        ("model.safetensors.index.json", index),
-    ):
+    files = {"config.json": config, "generation_config.json": ids}
+    files["model.safetensors.index.json"] = index
+    for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2))
 
 
 def export(path, to, *, kind, dtype):
     """Write a folder that is whole once it has its name: what fails on the way leaves nothing."""
     if to.exists():
-        raise ValueError(
-            f"--to {to} conflicts with what is there: an export overwrites nothing: give a new "
-            "name, or remove it"
-        )
+        raise ValueError(f"--to {to} exists, and an export overwrites nothing: give a new name")
     stored, read_state = open_checkpoint(path)
     shapes = {k.removeprefix("model."): s for k, s in stored.items() if k.startswith("model.")}
 
