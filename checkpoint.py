@@ -127,12 +127,12 @@ def choose_step(folder, resume: str | int) -> int | None:
     if resume in ("auto", "never"):
         return steps[-1] if steps else None
     if resume not in steps:
-        raise ValueError(f"--resume {resume} is not among {there}: give one, or --resume auto")
+        raise ValueError(f"--resume {resume} is not among {there}: try one of those, or auto")
     return resume
 
 
 def describe_refusal(folder, step, reason) -> str:
-    """The error text for a published checkpoint that this run cannot take."""
+    """The error text for a published checkpoint that this run cannot take, and never skips."""
     others = [other for other in list_checkpoints(folder) if other != step]
     return (
         f"--resume {step} conflicts with {checkpoint_path(folder, step)} ({reason}): it fits only "
