@@ -144,6 +144,8 @@ def override_config(config, settings):
 
 def check_experts(config):
     """Raise ValueError if the fields of experts make none."""
+    if config.router_score not in ("softmax", "sigmoid"):
+        raise ValueError(f"--set router_score={config.router_score} must be softmax or sigmoid")
     if not config.n_experts:
         for name in ("top_k", "expert_dim", "n_shared_experts", "n_dense_layers"):
             if value := getattr(config, name):
@@ -151,22 +153,17 @@ def check_experts(config):
                     f"--set {name}={value} conflicts with n_experts 0: only experts need it; set "
                     "n_experts=8 as well, or take --model debug-moe"
                 )
-    most = {"top_k": config.n_experts, "n_dense_layers": config.n_layers}
-    for name, least in (
-        ("n_experts", 0), ("top_k", min(config.n_experts, 1)),
-        ("expert_dim", min(config.n_experts, 1)), ("n_shared_experts", 0), ("n_dense_layers", 0),
+        return
+    for name, least, most in (
+        ("n_experts", 0, math.inf), ("top_k", 1, config.n_experts), ("expert_dim", 1, math.inf),
+        ("n_shared_experts", 0, math.inf), ("n_dense_layers", 0, config.n_layers),
     ):  # fmt: skip
-        if not least <= (value := getattr(config, name)) <= most.get(name, math.inf):
-            above = f" and at most {most[name]}" if name in most else ""
+        if not least <= (value := getattr(config, name)) <= most:
+            above = f" and at most {most}" if most < math.inf else ""
             raise ValueError(
                 f"--set {name}={value} conflicts with n_experts {config.n_experts} and n_layers "
                 f"{config.n_layers}: it must be at least {least}{above}: try {name}={least}"
             )
-    if config.router_score not in ("softmax", "sigmoid"):
-        raise ValueError(
-            f"--set router_score={config.router_score} must be softmax or sigmoid: try "
-            "router_score=softmax"
-        )
 
 
 def check_config(config):
@@ -174,10 +171,8 @@ def check_config(config):
     for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
         if (value := getattr(config, name)) < 1:
             raise ValueError(f"--set {name}={value} must be at least 1: try {name}=1")
-    names = "norm_eps", "rope_theta", "rope_factor", "rope_original_seq_len", "routed_scale"
-    for name in names:
-        value = getattr(config, name)
-        if not 0 < value < math.inf:  # NaN is neither
+    for name in ("norm_eps", "rope_theta", "rope_factor", "rope_original_seq_len", "routed_scale"):
+        if not 0 < (value := getattr(config, name)) < math.inf:  # NaN is neither
             raise ValueError(
                 f"--set {name}={value} must be a number greater than 0: leave it out for --model's"
             )
@@ -219,27 +214,17 @@ def count_parameters(config, *, active=False):
     return sum(blocks) + embeddings + config.dim
 
 
-def block_flops(config, seq_len, number):
-    """Model FLOPs of one token's forward and backward through one block: 6 N_block + 6 H (2 Dh) T.
+def flops_per_token(config, seq_len):
+    """Model FLOPs of one token's forward and backward: 6 N + 6 L H (2 Dh) T.
 
     A multiply-add is 2 FLOPs and the backward pass costs twice the forward, hence 6 for each
-    parameter that the token meets: k of E experts. Attention is counted in full, without a discount
-    for causality, and recomputation is not counted, as MFU is defined in PaLM (arXiv 2204.02311,
-    Appendix B).
+    parameter that the token meets: k of E experts. Attention counts in full, without a discount for
+    causality, and recomputation not at all, as in PaLM's MFU (arXiv 2204.02311, Appendix B).
     """
-    attention = 6 * config.n_heads * 2 * config.head_dim * seq_len
-    return 6 * block_parameters(config, number, active=True) + attention
-
-
-def head_flops(config):
-    """The same for norm and output; looking an embedding up multiplies nothing."""
-    return 6 * (config.vocab_size * config.dim + config.dim)
-
-
-def flops_per_token(config, seq_len):
-    """Model FLOPs of one token's forward and backward through the whole model."""
-    blocks = (block_flops(config, seq_len, number) for number in range(config.n_layers))
-    return sum(blocks) + head_flops(config)
+    blocks = sum(block_parameters(config, i, active=True) for i in range(config.n_layers))
+    attention = 6 * config.n_layers * config.n_heads * 2 * config.head_dim * seq_len
+    # norm and output; looking an embedding up multiplies nothing
+    return 6 * blocks + attention + 6 * (config.vocab_size * config.dim + config.dim)
 
 
 # Dense bf16 peak of one device, TFLOPs, by a part of its name; the first match counts
@@ -416,10 +401,8 @@ class MixtureOfExperts(nn.Module):
         self.config = config
         self.router = Router(config)
         self.experts = Experts(config)
-        self.shared_expert = None
-        if config.n_shared_experts:  # side by side they are one feed_forward
-            width = config.n_shared_experts * config.expert_dim
-            self.shared_expert = FeedForward(config.dim, width)
+        width = config.n_shared_experts * config.expert_dim  # side by side one feed_forward
+        self.shared_expert = FeedForward(config.dim, width) if width else None
         self.register_buffer("bias", torch.zeros(config.n_experts, dtype=torch.float32))
         for name in ("counts", "load"):
             zeros = torch.zeros(config.n_experts, dtype=torch.int64)
@@ -533,8 +516,7 @@ def weight_std(name, config):
     """Standard deviation a parameter is drawn with, by its name (std of norms: None, they are 1).
 
     The two linears that add to the residual stream, and w3, shrink with depth: 0.02 / sqrt(2 (i+1))
-    in the block with global number i. An expert's weight is named with its number at the end:
-    layers.3.moe.experts.w1.5.
+    in block i of the whole model. An expert's name ends in its number: layers.3.moe.experts.w1.5.
     """
     parts = name.split(".")
     module = parts[-2]

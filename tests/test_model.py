@@ -212,11 +212,11 @@ def test_a_token_meets_some_of_the_experts():
     assert moe == 6 * 3 * 256 * 256
 
 
-def test_a_block_and_the_head_of_the_8b_cost_what_their_shapes_say():
+def test_the_blocks_and_the_head_of_the_8b_cost_what_their_shapes_say():
     """By hand, at 8,192 tokens: wq wo 2 x 4096^2, wk wv 2 x 4096 x 1024, w1 w2 w3, two norms."""
     block = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
-    assert model.block_flops(MODELS["8b"], 8192, 0) == 6 * block + 12 * 32 * 128 * 8192
-    assert model.head_flops(MODELS["8b"]) == 6 * (128256 * 4096 + 4096)
+    blocks, head = 32 * (6 * block + 12 * 32 * 128 * 8192), 6 * (128256 * 4096 + 4096)
+    assert model.flops_per_token(MODELS["8b"], 8192) == blocks + head
 
 
 def test_debug_flops_at_2048():
