@@ -14,9 +14,8 @@ which each rank takes its forwards and backwards. 1F1B ("one forward, one backwa
 
 (`python pipeline.py --pp-schedule 1F1B --pp 4 --n-microbatches 6` draws it, and any other.) With
 equal stages and a backward as long as two forwards, a rank works 3 M units and waits 3 (p-1) for
-the pipeline to fill and drain. The bubble, the idle share of its time, is (p-1) / (M + p-1): 3/11
-or 27 % for 4 ranks and 8 microbatches. What each schedule asks for says SCHEDULES (§1), what it
-gives this table:
+the pipeline to fill and drain. The bubble, the idle share of its time, is (p-1) / (M + p-1): 27 %
+for 4 ranks and 8 microbatches. What a schedule needs stands in SCHEDULES (§1), what it gives here:
 
     schedule               bubble                 most chunks in flight on rank r
     GPipe                  (p-1) / (M + p-1)      M
@@ -192,8 +191,7 @@ def count_stages(schedule, pp, stages_per_rank=None):
                 f"which has {n_stages} stages for --pp {pp}: leave --stages-per-rank to the file"
             )
         return n_stages
-    least = kind.stages_per_rank or 2
-    most = kind.stages_per_rank or math.inf
+    least, most = kind.stages_per_rank or 2, kind.stages_per_rank or math.inf
     v = least if stages_per_rank is None else stages_per_rank
     if not least <= v <= most:
         raise ValueError(
@@ -234,9 +232,8 @@ def check_schedule(schedule, *, pp, n_microbatches, stages_per_rank=None):
         case "per-stage":
             if n_microbatches < n_stages:
                 raise ValueError(
-                    f"{conflict}: it needs one for each of its {n_stages} stages: raise "
-                    "--local-batch-size, lower --microbatch-size, or take "
-                    f"{'GPipe' if n_stages == pp else 'ZBVZeroBubble'}"
+                    f"{conflict}: it needs one for each of its {n_stages} stages: raise the first, "
+                    f"lower the second, or take {'GPipe' if n_stages == pp else 'ZBVZeroBubble'}"
                 )
         case "rounds":
             rounds = max(1, n_microbatches // pp)
@@ -253,14 +250,14 @@ def csv_problem(path, n_stages, *, pp, n_microbatches):
     if len(rows) != pp or not all(rows):
         return f"it has {sum(map(bool, rows))} rows with computations"
     kinds = defaultdict(str)  # (stage, microbatch) -> what is done with it
-    for kind, stage, i in (op for row in rows for op in row):
+    for kind, stage, i in itertools.chain(*rows):
         kinds[stage, i] += kind
-    expected = {(stage, i) for stage in range(n_stages) for i in range(n_microbatches)}
+    expected = {*itertools.product(range(n_stages), range(n_microbatches))}
     for stage, i in sorted(expected | kinds.keys()):
         done = "".join(sorted(kinds[stage, i]))
         if (stage, i) not in expected or done not in ("BF", "FIW"):
             return f"of microbatch {i} stage {stage} does {done or 'nothing'}"
-    _, stuck = play(read_csv(path), n_stages, [DURATION] * n_stages)
+    _, stuck = play(rows, n_stages, [DURATION] * n_stages)
     if stuck:
         cells = (f"rank {rank} at {stage}{kind}{i}" for rank, (kind, stage, i) in stuck.items())
         return f"its order is circular: all wait for one another, {', '.join(cells)}"
@@ -278,17 +275,15 @@ def check_pipeline(schedule, *, pp, local_batch_size, microbatch_size, stages_pe
             f"--pp {pp} and tied embeddings exclude each other: the first and the last stage would "
             "share one weight; try --pp 1, or --set tied_embeddings=false"
         )
-    if local_batch_size % microbatch_size:
-        below = local_batch_size // microbatch_size * microbatch_size
+    n_microbatches, rest = divmod(local_batch_size, microbatch_size)
+    if rest:
+        below = local_batch_size - rest
         raise ValueError(
             f"--local-batch-size {local_batch_size} must be a multiple of --microbatch-size "
             f"{microbatch_size}, into which a pipeline cuts it: try --local-batch-size "
             f"{f'{below} or ' if below else ''}{below + microbatch_size}"
         )
-    n_microbatches = local_batch_size // microbatch_size
-    check_schedule(
-        schedule, pp=pp, n_microbatches=n_microbatches, stages_per_rank=stages_per_rank
-    )
+    check_schedule(schedule, pp=pp, n_microbatches=n_microbatches, stages_per_rank=stages_per_rank)
 
 
 def check_split_backward(schedule, *, ac, compile, reshard):
@@ -321,16 +316,14 @@ def split_layers(n_layers, n_stages, input_weight=1, output_weight=1):
     """
     if min(input_weight, output_weight) < 0:
         raise ValueError(
-            f"--pp-end-weights {input_weight} {output_weight} must not be negative: try "
-            "--pp-end-weights 1 1"
+            f"--pp-end-weights {input_weight} {output_weight} must not be negative: try 1 1"
         )
     total = n_layers + input_weight + output_weight
     flags = f"--pp times --stages-per-rank is {n_stages}, which conflicts with n_layers {n_layers}"
     if not 1 <= n_stages <= total:
         raise ValueError(
             f"{flags}: with tok_embeddings and output that counts as {total}, and a stage needs 1: "
-            f"take 1 to {total} stages, or a --model with more layers, or --set n_layers="
-            f"{n_stages - input_weight - output_weight} or more"
+            f"take 1 to {total} stages, or --set n_layers={n_stages - total + n_layers} or more"
         )
     base, extra = divmod(total, n_stages)
     heaviest = max(input_weight, output_weight)
@@ -342,8 +335,7 @@ def split_layers(n_layers, n_stages, input_weight=1, output_weight=1):
     sizes = [base + (stage < extra) for stage in range(n_stages)]
     sizes[0] -= input_weight
     sizes[-1] -= output_weight
-    starts = [sum(sizes[:stage]) for stage in range(1, n_stages)]
-    # a last stage without a block starts at norm
+    starts = itertools.accumulate(sizes[:-1])  # a last stage without a block starts at norm
     return split_at(n_layers, [f"layers.{i}" if i < n_layers else "norm" for i in starts])
 
 
@@ -562,15 +554,6 @@ def mock_schedule(schedule, pp, n_microbatches, stages_per_rank):
     return make_torch_schedule([stage] * max(1, n_stages // pp), schedule, n_microbatches)
 
 
-def compute_orders(schedule, pp, n_microbatches, stages_per_rank):
-    """What each rank computes, in order: [[(kind, stage, microbatch), ...] per rank]."""
-    if schedule == "1F1B":
-        # torch 2.13's own list has the last rank start at microbatch 1, but what it runs is this
-        return [order_1f1b(stage, pp, n_microbatches) for stage in range(pp)]
-    made = mock_schedule(schedule, pp, n_microbatches, stages_per_rank)
-    return [flatten_actions(row) for _, row in sorted(made.pipeline_order.items())]
-
-
 def needs(kind, stage, microbatch, n_stages):
     """The results, as (F or B, stage, microbatch), that a computation waits for."""
     if kind == "F":
@@ -589,14 +572,22 @@ def timeline(schedule, pp, n_microbatches, stages_per_rank=None, *, durations=No
     """
     check_schedule(schedule, pp=pp, n_microbatches=n_microbatches, stages_per_rank=stages_per_rank)
     n_stages = count_stages(schedule, pp, stages_per_rank)
-    orders = compute_orders(schedule, pp, n_microbatches, stages_per_rank)
+    if schedule == "1F1B":
+        # torch 2.13's own list has the last rank start at microbatch 1, but what it runs is this
+        orders = [order_1f1b(stage, pp, n_microbatches) for stage in range(pp)]
+    else:
+        made = mock_schedule(schedule, pp, n_microbatches, stages_per_rank)
+        orders = [flatten_actions(row) for _, row in sorted(made.pipeline_order.items())]
     rows, stuck = play(orders, n_stages, durations or [DURATION] * n_stages)
     assert not stuck, f"every rank waits for another: {stuck}"
     return rows
 
 
 def play(orders, n_stages, durations):
-    """(the time line of `compute_orders`, {rank: the computation at which it waits for ever})."""
+    """Play [[(kind, stage, microbatch), ...] per rank], what each rank computes, in order.
+
+    Returns: (the time line, {rank: the computation at which it waits for ever}).
+    """
     pending, rows = [deque(order) for order in orders], [[] for _ in orders]
     ends = {}  # (F or B, stage, microbatch) -> when its result is there
     went_on = True
@@ -658,18 +649,16 @@ input A B C .. and weights a b c ..   (from microbatch 10 on they start again)  
 
 def draw_text(rows):
     """The time line as text: a line per rank and stage, a column per unit of time."""
-    span = max(row[-1].end for row in rows)
-    lines = [f"{'time':<17}" + "".join(f"{t:<10}" for t in range(0, span, 10)).rstrip()]
+    end = max(row[-1].end for row in rows)
+    lines = [f"{'time':<17}" + "".join(f"{t:<10}" for t in range(0, end, 10)).rstrip()]
     first = {"F": "0", "B": "A", "I": "A", "W": "a"}
     for rank, row in enumerate(rows):
-        cells = {stage: ["."] * span for stage in sorted({op.stage for op in row})}
-        for op in row:
-            letter = chr(ord(first[op.kind]) + op.microbatch % 10)
-            for stage, line in cells.items():  # blank where the rank is busy with another stage
-                line[op.start : op.end] = (letter if stage == op.stage else " ") * (
-                    op.end - op.start
-                )
-        for stage, line in cells.items():
+        for stage in sorted({op.stage for op in row}):
+            line = ["."] * end
+            for op in row:  # blank where the rank is busy with another stage
+                letter = chr(ord(first[op.kind]) + op.microbatch % 10)
+                mark = letter if op.stage == stage else " "
+                line[op.start : op.end] = mark * (op.end - op.start)
             lines.append(f"rank {rank:<2} stage {stage:<3}{''.join(line)}".rstrip())
     return "\n".join(lines)
 
@@ -708,9 +697,9 @@ def draw_svg(rows, title, unit="forwards"):
         f'<text x="6" y="16" font-size="13">{title}</text>',
     ]
     for i, kind in enumerate(used):
-        parts.append(f'<rect x="{left + 110 * i}" y="25" width="12" height="12" '
-                     f'fill="{colors[kind]}"/>')  # fmt: skip
-        parts.append(f'<text x="{left + 110 * i + 17}" y="35">{names[kind]}</text>')
+        x = left + 110 * i
+        parts.append(f'<rect x="{x}" y="25" width="12" height="12" fill="{colors[kind]}"/>')
+        parts.append(f'<text x="{x + 17}" y="35">{names[kind]}</text>')
     for rank, row in enumerate(rows):
         y = top + rank * height
         parts.append(f'<text x="6" y="{y + 15}">pp {rank}</text>')
@@ -735,9 +724,8 @@ def parse_args():
         allow_abbrev=False,
     )
     add = parser.add_argument
-    names = ", ".join(SCHEDULES)
     add("--pp-schedule", default="1F1B", metavar="{NAME,FILE.csv}",
-        help=f"{names}, or a file of one's own (default 1F1B) -> kind_of")
+        help=f"{', '.join(SCHEDULES)}, or a file of one's own (default 1F1B) -> kind_of")
     add("--pp", type=int, default=4, help="pipeline ranks (default 4) -> timeline")
     add("--n-microbatches", type=int, default=8, help="per schedule run (default 8) -> timeline")
     add("--stages-per-rank", type=int, help="default 1, or 2 where needed -> count_stages")
