@@ -70,11 +70,9 @@ key owes to the queries of other cp ranks has come back to it through the reduce
 
 The order in which train.py applies them is pp split -> float8 -> tp -> cp -> ep -> activation
 checkpointing -> compile -> fsdp, all on the meta device; then `materialise` gives every rank its
-slice of weights that do not depend on the mesh. What a rank holds and sends meanwhile on a given
-mesh, simulate.py counts.
+slice of weights that do not depend on the mesh. simulate.py counts what a rank holds and sends.
 
-Letters are model.py's: B T D H K Dh F V; T is the whole sequence. Shapes are written for cp 1: a cp
-rank has T/cp tokens where they say T.
+Letters are model.py's. Shapes are written for cp 1: a cp rank has T/cp tokens where they say T.
 
 Left out: experts split by tp; DistributedDataParallel, which averages and cannot be composed
 (dp_replicate with dp_shard 1 is the same thing).
@@ -171,15 +169,13 @@ def check_mesh(degrees, config, *, model, seq_len, world_size):
         if world_size % others:
             way_out = f"start a multiple of {others} ranks, or lower a degree"
         raise ValueError(
-            f"{typed} make {product} ranks, but the world size is {world_size}: the product of the "
-            f"degrees must be the number of ranks; {way_out}"
+            f"{typed} make {product} ranks, but the world size is {world_size}: {way_out}"
         )
     tp, cp = degrees["tp"], degrees["cp"]
     widths = {"n_heads": config.n_heads, "n_kv_heads": config.n_kv_heads}
     if not config.n_experts or config.n_dense_layers:
         widths["ffn_dim"] = config.ffn_dim
-    if config.n_shared_experts:
-        widths["n_shared_experts x expert_dim"] = config.n_shared_experts * config.expert_dim
+    widths["n_shared_experts x expert_dim"] = config.n_shared_experts * config.expert_dim  # or 0
     for name, value in widths.items():
         if value % tp:
             divisors = [str(n) for n in range(1, min(value, world_size) + 1) if value % n == 0]
@@ -190,9 +186,8 @@ def check_mesh(degrees, config, *, model, seq_len, world_size):
     rows = -(-config.vocab_size // tp)  # of the embedding, on all ranks but the last
     if (tp - 1) * rows >= config.vocab_size:
         raise ValueError(
-            f"--tp {tp} leaves the last rank no row of the embedding, of which there are "
-            f"vocab_size {config.vocab_size} and others take {rows}: every rank holds some; try "
-            "--tp 1"
+            f"--tp {tp} leaves the last rank no row of the embedding: the others take {rows} each "
+            f"of vocab_size {config.vocab_size}; try --tp 1"
         )
     unit = tp * (2 * cp if cp > 1 else 1)
     if seq_len % unit:
@@ -221,14 +216,13 @@ def build_mesh(device_type, *, pp, dp_replicate, dp_shard, cp, tp, ep=0):
     mesh["shards"] = weights["fsdp", "tp"]._flatten("shards")
     mesh["data"] = tokens["dp_replicate", "dp_shard"]._flatten("data")
     if ep:
-        in_stage = dp_replicate * dp_shard * cp * tp
         degrees = {"pp": pp, "dp_replicate": dp_replicate}
         degrees |= {"efsdp": dp_shard * cp * tp // ep, "ep": ep}
         experts = world._unflatten(0, (*degrees.values(),), (*degrees,))
         mesh |= {"ep": experts["ep"], "efsdp": experts["efsdp"]}
         mesh["ehsdp"] = experts["dp_replicate", "efsdp"]
         mesh["expert_shards"] = experts["efsdp", "ep"]._flatten("expert_shards")
-        mesh["stage"] = world._unflatten(0, (pp, in_stage), ("pp", "stage"))["stage"]
+        mesh["stage"] = world._unflatten(0, (pp, world_size // pp), ("pp", "stage"))["stage"]
     return mesh
 
 
@@ -357,8 +351,7 @@ def cp_positions(seq_len, *, cp, cp_rank):
 
     The sequence is cut into 2 cp chunks, and rank r takes the chunks r and 2cp-1-r (head-tail, or
     zigzag). Under causal attention a query multiplies with all keys before it, so a chunk near the
-    end costs more than one near the beginning; one of each costs every rank the same. With cp 1 a
-    rank holds everything in order.
+    end costs more than one near the beginning; one of each costs every rank the same.
     """
     if cp == 1:
         return torch.arange(seq_len)
@@ -382,11 +375,10 @@ def enable_flash_attention_3():
     A causal mask of a prefix goes to FlashAttention, which in torch is version 2, while attention
     without cp takes cuDNN's kernel there.
     """
-    if not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)):
-        return False
-    if is_installed := find_spec("flash_attn_interface") is not None:
+    is_h100 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    if is_taken := is_h100 and find_spec("flash_attn_interface") is not None:
         nn.attention.activate_flash_attention_impl("FA3")
-    return is_installed
+    return is_taken
 
 
 def lower_right(n_queries, n_keys):
@@ -420,11 +412,10 @@ class ContextParallelAttention(nn.Module):
         self.causal = [lower_right(chunk, prefix) for prefix in self.prefixes]
 
     def forward(self, q, k, v):
-        cp = self.cp_mesh.size()
         kv = torch.stack([k, v])  # (2, B, K, T/cp, Dh)
         # kv -> (2 cp, B, K, T/cp, Dh)  all-gather over cp; backward: reduce-scatter
         kv = all_gather(kv, gather_dim=0, group=(self.cp_mesh, 0))
-        heads, tails = kv.unflatten(0, (cp, 2)).chunk(2, dim=-2)  # (cp, 2, B, K, T/2cp, Dh) each
+        heads, tails = kv.unflatten(0, (-1, 2)).chunk(2, dim=-2)  # (cp, 2, B, K, T/2cp, Dh) each
         k, v = torch.cat([*heads, *reversed(tails.unbind(0))], dim=-2)  # (B, K, T, Dh), in order
         is_grouped = q.shape[1] != k.shape[1]
         outputs = [
@@ -476,15 +467,13 @@ def check_ep(ep, config, degrees, *, param_dtype, is_compiled):
     if not config.n_experts:
         if ep > 1:
             raise ValueError(
-                f"--ep {ep} conflicts with a model without experts (n_experts 0): ep splits "
-                "experts; try --model debug-moe, or leave --ep out"
+                f"--ep {ep} conflicts with a model without experts (n_experts 0): try --model "
+                "debug-moe, or leave --ep out"
             )
         return
     n_ranks = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     fitting = [str(n) for n in range(1, n_ranks + 1) if n_ranks % n == config.n_experts % n == 0]
-    for what, value in (
-        ("n_experts", config.n_experts), ("--dp-shard x --cp x --tp", n_ranks)
-    ):  # fmt: skip
+    for what, value in {"n_experts": config.n_experts, "--dp-shard x --cp x --tp": n_ranks}.items():
         if value % ep:
             raise ValueError(
                 f"--ep {ep} must divide {what} = {value}: every rank holds as many experts, and "
@@ -536,8 +525,7 @@ def exchange(experts, rows, counts, *, ep_mesh):
     theirs = funcol.all_to_all_single(counts, None, None, group)  # of each rank for my experts
     sent, received = read_lengths(counts.sum(1), theirs.sum(1))
     rows = funcol.all_to_all_single_autograd(rows, received, sent, group)
-    n_local = counts.shape[1]
-    number = torch.arange(n_local, device=counts.device).repeat(ep)
+    number = torch.arange(counts.shape[1], device=counts.device).repeat(ep)
     number = number.repeat_interleave(theirs.flatten(), output_size=sum(received))
     order = number.argsort(stable=True)
     weights = (weight.to_local() for weight in (experts.w1, experts.w2, experts.w3))
@@ -593,8 +581,7 @@ def balance(stages, mesh, *, balance_speed):
 # ---- 5. Activation checkpointing ---------------------------------------------------------------
 
 # A checkpointed block forgets what its forward pass computed, and computes it again in the backward
-# pass. Selective activation checkpointing (SAC, `--ac op`) asks for every operation whether its
-# result is worth the memory.
+# pass. Selective activation checkpointing (SAC, `--ac op`) saves the results worth their memory.
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 # of a plain linear, of a float8 one, of experts; a router's product is none of them
@@ -1006,15 +993,9 @@ def build_loss(last_stage, loss_chunks, tp, *, compile=False, backend="inductor"
     def chunked_loss(hidden, labels, n_valid_tokens):
         pieces = local_tensor(hidden).chunk(loss_chunks, dim=1)  # (B, T/tp/n, D) each
         labels = labels.unflatten(1, (tp, loss_chunks, -1))  # (B, T) -> (B, tp, n, T/tp/n)
+        options = {"use_reentrant": False, "preserve_rng_state": False}
         losses = [
-            checkpoint(
-                piece_loss,
-                piece,
-                labels[:, :, i].flatten(1),
-                n_valid_tokens,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
+            checkpoint(piece_loss, piece, labels[:, :, i].flatten(1), n_valid_tokens, **options)
             for i, piece in enumerate(pieces)
         ]
         return torch.stack(losses).sum()
