@@ -79,18 +79,17 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
 
 def check_float8(recipe, *, all_gather, skip, emulate, compile, capability):
-    """Refuse flags that cannot go together, from plain values alone.
+    """Raise ValueError for flags that cannot go together, from plain values alone.
 
     Args:    recipe, one of RECIPES or None; skip, the entries of --float8-filter; capability, the
              GPU's (major, minor) compute capability, None without a GPU.
-    Raises:  ValueError.
     """
     if recipe is None:
         if all_gather or emulate:
             flag = "--float8-all-gather" if all_gather else "--float8-emulate"
             raise ValueError(
-                f"{flag} conflicts with --float8, which is not given: it only changes how float8 "
-                f"linears work; add --float8 tensorwise or drop {flag}"
+                f"{flag} conflicts with --float8, which is not given: add --float8 tensorwise or "
+                f"drop {flag}"
             )
         return
     flag = f"--float8 {recipe}"
@@ -125,11 +124,10 @@ def check_float8(recipe, *, all_gather, skip, emulate, compile, capability):
 
 
 def check_float8_fits(recipe, *, skip, linear_names, n_tokens):
-    """Refuse filters that match nothing and token counts that the matmuls cannot take.
+    """Raise ValueError for filters that match nothing and token counts that no matmul can take.
 
     Args:    linear_names, of the whole model; n_tokens, the tokens of one forward on one rank: T/cp
              times the microbatch, or without a pipeline times the local batch.
-    Raises:  ValueError.
     """
     for entry in skip:
         if entry != "auto" and not any(is_within(name, entry) for name in linear_names):
@@ -231,14 +229,9 @@ def swap_in_float8(stage, names, *, recipe, all_gather, emulate):
     """Make torchao's float8 linears of those with these names, in place."""
     with quiet_torchao():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    config = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(recipe),
-        enable_fsdp_float8_all_gather=all_gather,
-        emulate=emulate,
-    )
-    convert_to_float8_training(
-        stage, config=config, module_filter_fn=lambda module, name: name in names
-    )
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = dataclasses.replace(config, enable_fsdp_float8_all_gather=all_gather, emulate=emulate)
+    convert_to_float8_training(stage, config=config, module_filter_fn=lambda _, name: name in names)
 
 
 def swap_in_mxfp8(stage, names, *, emulate):
