@@ -456,88 +456,63 @@ class Account(TorchDispatchMode):
 MIB = 2**20
 
 
-class Block:
-    """A piece of a segment, with its neighbours; `start` is its address in the pool."""
-
-    __slots__ = ("start", "size", "is_free", "before", "after")
-
-    def __init__(self, start, size, before=None, after=None):
-        self.start, self.size, self.is_free = start, size, True
-        self.before, self.after = before, after
-
-
 class Pool:
-    """The blocks of one stream and size class."""
+    """The free blocks of one stream and size class. A block is (start, end), by address."""
 
     def __init__(self, *, is_small, is_expandable):
         self.is_small, self.is_expandable = is_small, is_expandable
-        self.free = []  # (size, start, block), ascending
-        self.end = None  # the last block of the segment that expands
+        self.free = []  # (size, start), ascending
+        self.end_of, self.start_of = {}, {}  # of a free block, by its start and by its end
         self.reserved = 0
+        self.top = 0  # the end of the last segment
 
-    def put(self, block):
-        block.is_free = True
-        bisect.insort(self.free, (block.size, block.start, block))
-
-    def remove(self, block):
-        del self.free[bisect.bisect_left(self.free, (block.size, block.start))]
+    def remove(self, start):
+        """Take the free block that starts there off the lists; its end."""
+        end = self.end_of.pop(start)
+        del self.start_of[end]
+        del self.free[bisect.bisect_left(self.free, (end - start, start))]
+        return end
 
     def take(self, size):
         """A block of this size, from the best free one or from new memory."""
         i = bisect.bisect_left(self.free, (size,))
-        if self.is_expandable and i + 1 < len(self.free) and self.free[i][2] is self.end:
+        if self.is_expandable and i + 1 < len(self.free) and sum(self.free[i]) == self.top:
             i += 1  # the end is as large as it may grow
-        block = self.free.pop(i)[2] if i < len(self.free) else self.grow(size)
-        left = block.size - size
-        if left >= (512 if self.is_small or self.is_expandable else MIB + 1):
-            rest = Block(block.start + size, left, before=block, after=block.after)
-            if block.after:
-                block.after.before = rest
-            block.after, block.size = rest, size
-            self.end = rest if self.end is block else self.end
-            self.put(rest)
-        block.is_free = False
-        return block
+        if i < len(self.free):
+            start = self.free[i][1]
+            end = self.remove(start)
+        else:
+            start, end = self.grow(size)
+        if end - start - size >= (512 if self.is_small or self.is_expandable else MIB + 1):
+            self.give_back(start + size, end)
+            end = start + size
+        return start, end
 
     def grow(self, size):
-        """A free block with room for `size`, which is on no list."""
-        if not self.is_expandable:
-            segment = 2 * MIB if self.is_small else 20 * MIB
-            if size >= 10 * MIB:
-                segment = -(-size // (2 * MIB)) * 2 * MIB
-            self.reserved += segment
-            return Block(self.reserved - segment, segment)
+        """A block with room for `size`, of new memory and a free end."""
         page = 2 * MIB if self.is_small else 20 * MIB
-        if not self.end or not self.end.is_free:
-            block = Block(self.reserved, 0, before=self.end)
-            if self.end:
-                self.end.after = block
-            self.end = block
+        if self.is_expandable:
+            start = self.start_of.get(self.top, self.top)
+            if start < self.top:
+                self.remove(start)
+            more = -(-(size - (self.top - start)) // page) * page
+            self.top += more
         else:
-            self.remove(self.end)
-        more = -(-(size - self.end.size) // page) * page
-        self.end.size += more
+            more = page if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            start = self.top + 1  # a gap: blocks of two segments are never merged
+            self.top = start + more
         self.reserved += more
-        return self.end
+        return start, self.top
 
-    def give_back(self, block):
+    def give_back(self, start, end):
         """Free the block, and make one of it and of free neighbours."""
-        after = block.after
-        if after and after.is_free:
-            self.remove(after)
-            self.end = block if self.end is after else self.end
-            block.size, block.after = block.size + after.size, after.after
-            if block.after:
-                block.after.before = block
-        before = block.before
-        if before and before.is_free:
-            self.remove(before)
-            self.end = before if self.end is block else self.end
-            before.size, before.after = before.size + block.size, block.after
-            if before.after:
-                before.after.before = before
-            block = before
-        self.put(block)
+        if end in self.end_of:
+            end = self.remove(end)
+        if start in self.start_of:
+            start = self.start_of[start]
+            self.remove(start)
+        bisect.insort(self.free, (end - start, start))
+        self.end_of[start], self.start_of[end] = end, start
 
 
 def reserved_bytes(events, *, is_expandable):
@@ -555,7 +530,7 @@ def reserved_bytes(events, *, is_expandable):
             blocks[number] = pools[key], pools[key].take(size)
         elif more < 0 and number in blocks:
             pool, block = blocks.pop(number)
-            pool.give_back(block)
+            pool.give_back(*block)
     totals = Counter()
     for (stream, _), pool in pools.items():
         totals[stream] += pool.reserved
