@@ -93,6 +93,7 @@ import watch
 
 # ---- 1. The account ----------------------------------------------------------------------------
 
+PHASES = ("forward", "recomputed", "backward")  # then the optimizer's "update"
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
 COLLECTIVES = {  # of torch.distributed and, as DTensor calls them, functional
     "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather",
@@ -101,9 +102,9 @@ COLLECTIVES = {  # of torch.distributed and, as DTensor calls them, functional
     "send": "send", "recv_": "recv", "all_to_all_single": "all_to_all",
 }  # fmt: skip
 PLAIN = {torch.Tensor, nn.Parameter, FakeTensor}
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # attention as it runs here
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-CAST = torch.ops.aten._to_copy  # pointwise, although torch's tag says nothing of it
+CAST = torch.ops.aten._to_copy
 RATES_OF = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 
 
@@ -113,39 +114,26 @@ def tensors_in(tree):
 
 def named_units(stage):
     """(name, module) of what a stage holds: tok_embeddings, blocks, norm, output, in this order."""
-    blocks = [(f"layers.{number}", block) for number, block in stage.layers.items()]
-    units = [("tok_embeddings", stage.tok_embeddings), *blocks]
-    units += [("norm", stage.norm), ("output", stage.output)]
-    return [(name, module) for name, module in units if module is not None]
+    unit = re.compile(r"tok_embeddings|layers\.\d+|norm|output")
+    return [(name, module) for name, module in stage.named_modules() if unit.fullmatch(name)]
 
 
-def count_bytes(tensors):
-    """Bytes of memory that the tensors take on this rank."""
-    return sum(plain.nbytes for tensor in tensors for plain in checkpoint.plain_tensors(tensor))
+def attention_flops(op, args):
+    """(FLOPs as model.py:flops_per_token counts them, FLOPs that a kernel really does).
 
-
-def attention_work(op, args, flops):
-    """FLOPs that a kernel really does: no pairs above the diagonal, and in backward scores again.
-
-    Queries are the last of the keys, all of them where cp is 1. Of five matmuls in a backward pass,
-    for two in a forward, `count_flops` counts four.
+    Counted are all keys that the kernel is given (under cp a chunk is given its prefix only,
+    (2 cp + 1) / 4 cp of them on average), and a backward pass as two forwards, of two matmuls each.
+    The kernel leaves out pairs above the diagonal (its queries are the last of the keys, all of
+    them where cp is 1), and its backward is five matmuls: it computes the scores once more.
     """
-    q, k = args[:2] if op.overloadpacket is FLASH else args[1:3]
-    again = 1 if op.overloadpacket is FLASH else 5 / 4
-    return flops * again * (1 - q.shape[-2] / k.shape[-2] / 2)
+    is_backward = op.overloadpacket is FLASH_BACKWARD
+    q, k, v = (tensor.shape for tensor in (args[1:4] if is_backward else args[:3]))
+    counted = sdpa_flop_count(q, k, v) * (2 if is_backward else 1)
+    return counted, counted * (5 / 4 if is_backward else 1) * (1 - q[-2] / k[-2] / 2)
 
 
-def count_flops(op, args, kwargs, result):
-    """FLOPs of a matmul or of attention, else 0.
-
-    As in model.py:flops_per_token, attention counts all keys that the kernel is given (under cp a
-    chunk is given its prefix only, (2 cp + 1) / 4 cp of them on average), and its backward counts
-    as two forwards, although kernels compute the scores once more.
-    """
-    if op.overloadpacket is FLASH:
-        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-    if op.overloadpacket is FLASH_BACKWARD:
-        return 2 * sdpa_flop_count(*(tensor.shape for tensor in args[1:4]))
+def matmul_flops(op, args, kwargs, result):
+    """FLOPs of a matmul, else 0."""
     if op.overloadpacket is torch.ops.aten._grouped_mm:
         # (R, in) times (E, in, out), or rows of both times each other
         return 2 * args[0].numel() * args[1].shape[-1]
@@ -200,7 +188,7 @@ class Account(TorchDispatchMode):
             for axis in axes
             if axis in job.mesh
         }
-        self.sender, self.patches = None, ExitStack()
+        self.sender, self.until_exit = None, ExitStack()
         self.is_compiled, self.fusible = is_compiled, {}  # storage number -> where it was made
         self.touched = {}  # (phase, module) -> {storage number: bytes}, with a compiler
         self.events, self.kinds, self.sizes = [], [], []
@@ -217,7 +205,7 @@ class Account(TorchDispatchMode):
             self.place, self.phase = "optimizer", "update"
             self.hold("gradients", [p.grad for p in parameters if p.grad is not None])
 
-        self.hooks = [optimizer.register_step_pre_hook(begin_update)]
+        self.until_exit.enter_context(optimizer.register_step_pre_hook(begin_update))
         for name, module in (unit for stage in job.stages for unit in named_units(stage)):
             self.watch(name, parallel.inner_block(module))
 
@@ -238,16 +226,17 @@ class Account(TorchDispatchMode):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(arrive)
 
-        self.hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+        self.until_exit.enter_context(module.register_forward_pre_hook(enter, prepend=True))
         # always: a recomputation is broken off as soon as it has all it needs
-        self.hooks.append(module.register_forward_hook(leave, always_call=True))
+        self.until_exit.enter_context(module.register_forward_hook(leave, always_call=True))
 
     # what storages there are
 
     def hold(self, kind, tensors):
         """Count tensors that live from step to step; those counted already change their kind."""
-        self.state_bytes[kind] = count_bytes(tensors)
-        for plain in (p for tensor in tensors for p in checkpoint.plain_tensors(tensor)):
+        held = [plain for tensor in tensors for plain in checkpoint.plain_tensors(tensor)]
+        self.state_bytes[kind] = sum(plain.nbytes for plain in held)
+        for plain in held:
             self.kinds[self.register(plain, kind, ("before", "", ""))] = kind
 
     def register(self, tensor, kind, moment):
@@ -291,7 +280,7 @@ class Account(TorchDispatchMode):
         return super().__enter__()
 
     def patch(self, owner, name, value):
-        self.patches.enter_context(mock.patch.object(owner, name, value))
+        self.until_exit.enter_context(mock.patch.object(owner, name, value))
 
     def named_sender(self, sender, function):
         """The function, with what it sends booked under this name."""
@@ -306,19 +295,16 @@ class Account(TorchDispatchMode):
         return call
 
     def __exit__(self, *exception):
-        self.patches.close()
+        self.until_exit.close()
         self.is_open = False
         left_out = self.fusible.keys()
         if self.is_offloaded:
             states = ("parameters", "gradients", "optimizer")
             left_out |= {number for number, kind in enumerate(self.kinds) if kind in states}
         self.events = [event for event in self.events if event[0] not in left_out]
-        for (phase, place), touched in self.touched.items():
-            self.place = place
+        for moment, touched in self.touched.items():
             made = (n for number, n in touched.items() if number not in self.fusible)
-            self.book((phase,), memory=sum(made))
-        for hook in self.hooks:
-            hook.remove()
+            self.book(moment, memory=sum(made))
         return super().__exit__(*exception)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -343,7 +329,7 @@ class Account(TorchDispatchMode):
         return result
 
     def phase_now(self):
-        """The phase of the operation that has just run; at the end of a backward, its gradients."""
+        """The phase of the operation that has just run; marks gradients after a backward pass."""
         if torch._C._current_graph_task_id() != -1:  # inside autograd's backward
             return "recomputed" if self.depth else "backward"
         for number in self.young:  # what outlives the backward pass that made it is a gradient
@@ -377,17 +363,19 @@ class Account(TorchDispatchMode):
             self.fusible |= dict.fromkeys(made, moment[:2])
 
     def book(self, moment, **work):
-        """Add what takes time to the account of the module that runs."""
-        self.work.setdefault(self.place, {}).setdefault(moment[0], Counter()).update(work)
+        """Add what takes time to the account of the moment's module and phase."""
+        phase, place = moment[:2]
+        self.work.setdefault(place, {}).setdefault(phase, Counter()).update(work)
 
     def note_work(self, op, args, kwargs, result, moment):
         """What it computed, or else which bytes of memory it read and wrote."""
-        if flops := count_flops(op, args, kwargs, result):
+        if op.overloadpacket in (FLASH, FLASH_BACKWARD):
+            flops, done = attention_flops(op, args)
+            self.book(moment, attention=done)
+        elif flops := matmul_flops(op, args, kwargs, result):
+            self.book(moment, **{RATES_OF.get(args[0].dtype, "fp32"): flops})
+        if flops:
             self.flops.setdefault(self.place, Counter())[moment[0]] += flops
-            if op.overloadpacket in (FLASH, FLASH_BACKWARD):
-                self.book(moment, attention=attention_work(op, args, flops))
-            else:
-                self.book(moment, **{RATES_OF.get(args[0].dtype, "fp32"): flops})
             return
         if op.namespace == "fsdp" or "empty" in op.overloadpacket.__name__:
             return  # FSDP copies in streams of its own, beside the matmuls
@@ -425,9 +413,15 @@ class Account(TorchDispatchMode):
     def held(self):
         """Bytes by kind after each event: int64 (events, len(KINDS))."""
         changes = torch.zeros(len(self.events), len(KINDS), dtype=torch.int64)
-        columns = [KINDS.index(self.kinds[event[0]]) for event in self.events]
-        changes[range(len(columns)), columns] = torch.tensor([event[1] for event in self.events])
+        kinds = [KINDS.index(self.kinds[event[0]]) for event in self.events]
+        changes[range(len(kinds)), kinds] = torch.tensor([event[1] for event in self.events])
         return changes.cumsum(0)
+
+    def columns(self):
+        """At most 400 rows of `held`, for a picture: of as many groups of events the highest."""
+        held = self.held()
+        groups = held.tensor_split(min(400, len(held)))
+        return [group[group.sum(1).argmax()].tolist() for group in groups]
 
     def peak(self):
         """(moment, {kind: bytes}) when this rank held most."""
@@ -579,8 +573,7 @@ class FusedNorm(torch.autograd.Function):
 
 def fused_norms():
     """While open, RMSNorm is `FusedNorm`."""
-    forward = lambda self, x: FusedNorm.apply(x, self.weight)  # noqa: E731
-    return mock.patch.object(nn.RMSNorm, "forward", forward)
+    return mock.patch.object(nn.RMSNorm, "forward", lambda self, x: FusedNorm.apply(x, self.weight))
 
 
 class FusedLoss(torch.autograd.Function):
@@ -620,17 +613,16 @@ def skip_warmup(schedule):
     """
     from torch.distributed.pipelining._utils import InferenceMode  # new in torch 2.13
 
-    def set_static(stages, _has_backward, _p2p_done):
-        for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
-
-    schedule.schedule._warmup_p2p = set_static
+    for stage in schedule.stages:
+        stage._inference_mode = InferenceMode.STATIC
+    schedule.schedule._warmup_p2p = lambda *_: None
 
 
 def trace_rank(args, config, rank):
     """Build the job of one rank and take one step, with a fake process group and fake tensors.
 
-    Returns: {what: value}, an entry of OUT/simulation.json; "plan" is what was printed meanwhile.
+    Returns: {what: value}, an entry of OUT/simulation.json but for "columns", which are drawn;
+             "plan" is what was printed meanwhile.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # brings the fake backend
 
@@ -662,21 +654,17 @@ def trace_rank(args, config, rank):
             parameter.grad = torch.zeros_like(parameter)
         job.optimizer.step()
         job.optimizer.zero_grad()
-        sizes = {"local_batch_size": args.local_batch_size, "max_norm": args.max_norm}
-        choice = {"is_compiled": is_compiled, "is_offloaded": args.cpu_offload}
-        with Account(job, **choice) as account:
-            train.train_step(job, tokens, tokens, **sizes)
+        with Account(job, is_compiled=is_compiled, is_offloaded=args.cpu_offload) as account:
+            train.train_step(
+                job, tokens, tokens, local_batch_size=args.local_batch_size, max_norm=args.max_norm
+            )
     moment, peak_bytes = account.peak()
     reserved = reserved_bytes(account.events, is_expandable=has_expandable_segments())
-    title = f"Memory of rank {rank} in a step, allocation by allocation"
-    picture = draw_memory(account.held(), sum(reserved.values()), title)
-    units = [[name for name, _ in named_units(stage)] for stage in job.stages]
-    axes, phases = ("pp", "dp_replicate", "fsdp", "cp", "tp"), ("forward", "recomputed", "backward")
-    axes += ("ep",) if config.n_experts else ()
+    axes = ("pp", "dp_replicate", "fsdp", "cp", "tp", *(["ep"] if config.n_experts else []))
     return {
         "rank": rank,
         "coordinates": {axis: job.mesh[axis].get_local_rank() for axis in axes},
-        "stages": [pipeline.span(names) for names in units],
+        "stages": [pipeline.span([name for name, _ in named_units(s)]) for s in job.stages],
         "parameters": job.n_local,
         "state_bytes": account.state_bytes,
         "peak_bytes": sum(peak_bytes.values()),
@@ -684,13 +672,13 @@ def trace_rank(args, config, rank):
         "reserved_bytes_by_stream": reserved,
         "peak_bytes_by_kind": peak_bytes,
         "peak_moment": dict(zip(("phase", "module", "op"), moment, strict=True)),
-        "flops": {phase: sum(n[phase] for n in account.flops.values()) for phase in phases},
+        "flops": {phase: sum(n[phase] for n in account.flops.values()) for phase in PHASES},
         "flops_by_module": account.flops,
         "work": account.work,
         "collectives": account.collectives,
         "weights": [describe_weight(name, weight) for name, weight in job.weights],
         "plan": plan.getvalue(),
-        "picture": picture,
+        "columns": account.columns(),
         "seconds": time.perf_counter() - started_s,
     }
 
@@ -777,11 +765,10 @@ def rates_of(args):
     rates |= {"attention": peaks["bf16"] * ATTENTION_SHARE, "hidden": HIDDEN} | args.rates
     rates |= {what: rate * 1000 for what, rate in rates.items() if what in TERA}
     extent = 1
-    degrees = {"tp": args.tp, "cp": args.cp, "fsdp": args.dp_shard}
-    for axis, degree in (degrees | {"dp_replicate": args.dp_replicate}).items():
+    for axis, degree in reversed(train.degrees_of(args).items()):  # from tp outwards
         extent *= degree
         rates[axis] = rates["nvlink" if extent <= GPUS_A_HOST else "nic"]
-    rates["efsdp"] = rates["fsdp"]
+    rates["fsdp"] = rates["efsdp"] = rates["dp_shard"]
     rates["ep"] = rates["nvlink" if args.ep <= GPUS_A_HOST else "nic"]
     rates["tp"] /= 1 - rates["hidden"] if args.async_tp else 1
     return {what: rate * 1e9 for what, rate in rates.items()}
@@ -806,7 +793,7 @@ def time_units(rows, rates, n_runs):
     return units
 
 
-def spent_on(names, units, phases=("forward", "recomputed", "backward")):
+def spent_on(names, units, phases=PHASES):
     """{what: seconds} of one microbatch in a stage of these modules."""
     spent = Counter()
     for name in [*names, *(["loss"] if "output" in names else [])]:
@@ -840,21 +827,17 @@ def time_schedule(args, stages, durations):
     n_microbatches = args.local_batch_size // args.microbatch_size
     shape = (args.pp_schedule, args.pp, n_microbatches, args.stages_per_rank)
     even, uneven = pipeline.timeline(*shape), pipeline.timeline(*shape, durations=durations)
-    title = f"One local batch: {args.pp_schedule}, {n_microbatches} microbatches, idle "
-    title += f"{pipeline.bubble_fraction(uneven):.1%}"
-    picture = pipeline.draw_svg(uneven, title, "seconds")
-    (Path(args.out) / "timeline.svg").write_text(picture)
+    bubble = pipeline.bubble_fraction(uneven)
+    title = f"One local batch: {args.pp_schedule}, {n_microbatches} microbatches, idle {bubble:.1%}"
+    Path(args.out, "timeline.svg").write_text(pipeline.draw_svg(uneven, title, "seconds"))
     busy = [sum(op.end - op.start for op in ops) for ops in uneven]
-    return (
-        max(ops[-1].end for ops in uneven),
-        busy,
-        {
-            "bubble_if_stages_were_equal": pipeline.bubble_fraction(even),
-            "bubble": pipeline.bubble_fraction(uneven),
-            "work": [b * args.pp / sum(busy) for b in busy],  # of each pp rank, 1 on average
-            "in_flight": pipeline.peaks_in_flight(even),  # microbatches x stages, of each pp rank
-        },
-    )
+    schedule = {
+        "bubble_if_stages_were_equal": pipeline.bubble_fraction(even),
+        "bubble": bubble,
+        "work": [b * args.pp / sum(busy) for b in busy],  # of each pp rank, 1 on average
+        "in_flight": pipeline.peaks_in_flight(even),  # microbatches x stages, of each pp rank
+    }
+    return max(ops[-1].end for ops in uneven), busy, schedule
 
 
 def estimate(args, config, rows):
@@ -870,12 +853,12 @@ def estimate(args, config, rows):
     batch_s, busy_s, schedule = time_schedule(args, stages, stage_durations(stages, units))
     fsdp_s = 0.0
     for row in rows:
-        sent = [
+        sent_s = sum(
             n["sent_bytes"] / rates[axis]
             for axis in ("fsdp", "efsdp", "dp_replicate")
             for n in row["collectives"].get(axis, {}).values()
-        ]
-        fsdp_s = max(fsdp_s, sum(sent) - n_batches * busy_s[row["coordinates"]["pp"]])
+        )
+        fsdp_s = max(fsdp_s, sent_s - n_batches * busy_s[row["coordinates"]["pp"]])
     update_s = spent_on(["optimizer"], units, ["update"]).total() * n_runs
     step_s = n_batches * batch_s + fsdp_s + update_s
     spent = Counter()
@@ -928,7 +911,7 @@ def batch_flags(args, size):
 
 
 def find_largest_batch(typed, args, ranks, *, now_bytes, limit_bytes):
-    """The flags of the largest batch with which the ranks stay within the limit; None if none is.
+    """The flags of the largest batch with which the ranks stay within the limit; None if none does.
 
     It doubles what is there while that fits (to 64 times at most), then halves what is between.
     """
@@ -942,7 +925,7 @@ def find_largest_batch(typed, args, ranks, *, now_bytes, limit_bytes):
             fitting = guess
         else:
             too_large = guess
-    return batch_flags(args, fitting) if fitting else None
+    return as_text(batch_flags(args, fitting)) if fitting else None
 
 
 def find_changes(typed, args, ranks, *, now_bytes, limit_bytes):
@@ -959,31 +942,28 @@ def find_changes(typed, args, ranks, *, now_bytes, limit_bytes):
         {"reshard": "always"},
         {"tp": 2 * args.tp, "dp_shard": max(1, args.dp_shard // 2)},
     ):
+        if now_bytes <= limit_bytes:
+            break
         peak = reserved_with(typed, flags | change, ranks)
         if peak < 0.99 * now_bytes:
             flags, now_bytes = flags | change, peak
-            found.append((flags, peak))
-        if now_bytes <= limit_bytes:
-            break
+            found.append((as_text(flags), peak))
     return found
 
 
 def find_fit(typed, args, rows):
     """Say whether the traced ranks fit into --gpu-memory-gib, and with which batch or flags."""
     limit_bytes, now_bytes = args.gpu_memory_gib * 2**30, max(row["reserved_bytes"] for row in rows)
-    known = {"now_bytes": now_bytes, "limit_bytes": limit_bytes}
     ranks, fits = [row["rank"] for row in rows], now_bytes <= limit_bytes
     watch.print_pairs([("fit", (
         f"{readable(now_bytes)} reserved for tensors {'fit' if fits else 'do NOT fit'} into "
         f"--gpu-memory-gib {args.gpu_memory_gib:g}; CUDA itself and NCCL take some on top"
     ))])  # fmt: skip
-    changes = [] if fits else find_changes(typed, args, ranks, **known)
-    changes = [(as_text(flags), peak) for flags, peak in changes]
-    watch.print_pairs([("", f"{readable(peak)} with {text}") for text, peak in changes])
-    largest = find_largest_batch(typed, args, ranks, **known)
-    text = as_text(largest) if largest else None
-    watch.print_pairs([("", f"largest batch, all else as given: {text or 'none fits'}")])
-    return {"fits": fits, "changes": changes, "largest_batch": text}
+    changes = find_changes(typed, args, ranks, now_bytes=now_bytes, limit_bytes=limit_bytes)
+    watch.print_pairs([("", f"{readable(peak)} with {flags}") for flags, peak in changes])
+    largest = find_largest_batch(typed, args, ranks, now_bytes=now_bytes, limit_bytes=limit_bytes)
+    watch.print_pairs([("", f"largest batch, all else as given: {largest or 'none fits'}")])
+    return {"fits": fits, "changes": changes, "largest_batch": largest}
 
 
 # ---- 6. What is printed and drawn --------------------------------------------------------------
@@ -1020,38 +1000,33 @@ def describe_rank(row):
 KIND_COLORS = ("#6baed6", "#fd8d3c", "#9e9ac8", "#fdd0a2", "#a1d99b", "#d9d9d9")  # as KINDS
 
 
-def draw_memory(held, reserved_bytes, title):
+def draw_memory(columns, reserved_bytes, rank):
     """What a rank holds in the course of a step, stacked by kind, as an SVG picture.
 
-    Args:    held, of `Account.held`: from left to right are allocations, not seconds.
+    Args:    columns, of `Account.columns`: from left to right are allocations, not seconds.
     """
-    left, top, width, height, n_columns = 60, 44, pipeline.PAGE - 70, 300, 400
-    groups = torch.arange(len(held)).tensor_split(min(n_columns, len(held)))
-    columns = torch.stack([held[group[held[group].sum(1).argmax()]] for group in groups])
-    stacked = torch.cat([torch.zeros(len(columns), 1), columns.double().cumsum(1)], 1)
-    scale = height / reserved_bytes
-
-    def point(column, n_bytes):
-        x, y = left + width * column / (len(columns) - 1), top + height - n_bytes * scale
-        return f"{x:.1f},{y:.1f}"
-
+    left, top, width, height = 60, 44, pipeline.PAGE - 70, 300
+    bottom, stacked = top + height, torch.tensor(columns).cumsum(1).T.tolist()
+    x_step, y_step = width / (len(columns) - 1), height / reserved_bytes
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="11" '
-        f'viewBox="0 0 {pipeline.PAGE} {top + height + 12}">',
+        f'viewBox="0 0 {pipeline.PAGE} {bottom + 12}">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="6" y="16" font-size="13">{title}</text>',
+        f'<text x="6" y="16" font-size="13">Memory of rank {rank} in a step, allocation by '
+        "allocation</text>",
     ]
-    for i, (kind, color) in enumerate(zip(KINDS, KIND_COLORS, strict=True)):
-        x = left + 130 * i
+    for i in reversed(range(len(KINDS))):  # the sums of all kinds first, smaller ones over them
+        x, color = left + 130 * i, KIND_COLORS[i]
         parts.append(f'<rect x="{x}" y="25" width="12" height="12" fill="{color}"/>')
-        parts.append(f'<text x="{x + 17}" y="35">{kind}</text>')
-        upper = [point(c, float(stacked[c, i + 1])) for c in range(len(columns))]
-        lower = [point(c, float(stacked[c, i])) for c in reversed(range(len(columns)))]
-        parts.append(f'<polygon fill="{color}" points="{" ".join(upper + lower)}"/>')
-    at = int(stacked[:, -1].argmax())
-    marks = (("reserved", 0, reserved_bytes), ("peak", at, float(stacked[at, -1])))
-    for name, column, n_bytes in marks:
-        x, y = map(float, point(column, n_bytes).split(","))
+        parts.append(f'<text x="{x + 17}" y="35">{KINDS[i]}</text>')
+        sums = enumerate(stacked[i])
+        points = [f"{left + at * x_step:.1f},{bottom - n * y_step:.1f}" for at, n in sums]
+        points = " ".join([f"{left},{bottom}", *points, f"{left + width},{bottom}"])
+        parts.append(f'<polygon fill="{color}" points="{points}"/>')
+    peak = max(stacked[-1])
+    marks = (("reserved", 0, reserved_bytes), ("peak", stacked[-1].index(peak), peak))
+    for name, at, n_bytes in marks:
+        x, y = round(left + at * x_step), round(bottom - n_bytes * y_step)
         parts.append(f'<path d="M{left} {y}H{left + width}" stroke="#444" stroke-dasharray="4"/>')
         parts.append(f'<text x="{x + 4}" y="{y + 12}">{name} {readable(n_bytes)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -1185,7 +1160,8 @@ def main(argv=None):
     traced = trace_ranks([(args, config, rank) for rank in sorted({*asked, *ends})])
     rows = [row for row in traced if row["rank"] in asked]
     for row in traced:
-        (out / f"memory-{row['rank']}.svg").write_text(row.pop("picture"))
+        picture = draw_memory(row.pop("columns"), row["reserved_bytes"], row["rank"])
+        (out / f"memory-{row['rank']}.svg").write_text(picture)
     print(rows[0]["plan"], end="")
     watch.print_pairs(describe_ranks(args, rows))
     time_found, schedule = estimate(args, config, traced)
