@@ -323,7 +323,8 @@ def split_layers(n_layers, n_stages, input_weight=1, output_weight=1):
     if not 1 <= n_stages <= total:
         raise ValueError(
             f"{flags}: with tok_embeddings and output that counts as {total}, and a stage needs 1: "
-            f"take 1 to {total} stages, or --set n_layers={n_stages - total + n_layers} or more"
+            f"take 1 to {total} stages, or a --model with more layers, or --set n_layers="
+            f"{n_stages - input_weight - output_weight} or more"
         )
     base, extra = divmod(total, n_stages)
     heaviest = max(input_weight, output_weight)
