@@ -1,27 +1,26 @@
 """How fast it is on a CPU, and where the time goes: `python tests/bench.py`, a table in minutes.
 
-    python tests/bench.py --size 512 --rounds 5      dim 512 in place of the debug model
+    python tests/bench.py --size 512                 dim 512 in place of the debug model
     python tests/bench.py --profile "pp 2"           operators of a step on rank 0
     python tests/bench.py --torchtitan               beside torchtitan 0.2.2, if it is installed
 
-Runs of all cases alternate, so that what else the machine does meets them alike; shown are medians
-over the rounds. One thread a rank. Every case trains on the same tokens a step as the plain loop, a
-dozen lines over the same model.py with neither mesh nor FSDP. "Of the plain loop" is the tokens/s
-of a rank over those of that loop, and the same of tokens per second of CPU time, which more ranks
-than cores, or another program, disturb less; waiting for a rank costs none. The ceiling is one
-thread's rate on the ffn's matmul, measured in each round; FLOPs are those that MFU counts, over CPU
-time. Nothing is asserted.
+Every case has one thread a rank, and beside it on the same ranks a plain loop: a dozen lines over
+the same model.py with neither mesh nor FSDP, on whole batches. Their steps alternate, so that what
+else the machine does meets both alike; shown are medians over the steps, and of the ratios of steps
+that follow each other. "Of the plain loop" are the tokens/s of a rank over those of that loop; the
+same of tokens per second of CPU time is disturbed less by more ranks than cores, or by another
+program, since waiting for a rank costs none. The ceiling is one thread's rate on the ffn's matmul,
+in between; FLOPs are those that MFU counts, over CPU time. Nothing is asserted.
 
-torchtitan runs its own Trainer's step on the same shapes, in the same rounds, where it can on a
-CPU: its context parallelism cannot, and compiled or recomputed it is left out.
+torchtitan runs its own Trainer's step on the same shapes, in turn with the others, where it can on
+a CPU: its context parallelism cannot, and compiled or recomputed it is left out.
 """
 
 import argparse
-import statistics
+import logging
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,11 +79,15 @@ def random_batch(config, shape):
     return tokens, tokens.roll(-1, dims=1)
 
 
+def read_flags(flags):
+    return train.read_flags(flags.split(), train.Hardware("cpu", None, None), dist.get_world_size())
+
+
 def plain_step(flags, n_rows):
-    """The dozen lines: a function that makes a step, and the ModelConfig."""
-    args, job = make_job(f"{flags} --local-batch-size {n_rows}")  # for its config
-    net = model.Transformer(job.config, seq_len=args.seq_len)
-    inputs, labels = random_batch(job.config, (n_rows, args.seq_len))
+    """The dozen lines: a function that makes a step."""
+    args, config = read_flags(flags)
+    net = model.Transformer(config, seq_len=args.seq_len)
+    inputs, labels = random_batch(config, (n_rows, args.seq_len))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
 
     def step():
@@ -94,7 +97,7 @@ def plain_step(flags, n_rows):
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, job.config
+    return step
 
 
 def per_rank(flags, n_rows):
@@ -106,7 +109,7 @@ def our_step(flags, n_rows):
     args, job = make_job(f"{flags} --local-batch-size {n_local} --lr 1e-4")
     inputs, labels = random_batch(job.config, (n_local, args.seq_len))
     sizes = {"local_batch_size": n_local, "max_norm": 1.0}
-    return lambda: train.train_step(job, inputs, labels, **sizes), job.config
+    return lambda: train.train_step(job, inputs, labels, **sizes)
 
 
 def torchtitan_step(flags, n_rows):
@@ -122,8 +125,8 @@ def torchtitan_step(flags, n_rows):
     from torchtitan.protocols.train_spec import get_train_spec
     from torchtitan.train import Trainer
 
-    args, job = make_job(f"{flags} --local-batch-size {per_rank(flags, n_rows)}")
-    config, inputs = job.config, random_batch(job.config, (args.local_batch_size, args.seq_len))
+    args, config = read_flags(f"{flags} --local-batch-size {per_rank(flags, n_rows)}")
+    inputs, labels = random_batch(config, (args.local_batch_size, args.seq_len))
     shape = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "rope_theta", "norm_eps")
     shape = {name: getattr(config, name) for name in shape}
     degrees = train.degrees_of(args) | {"ep": 1, "etp": 1, "world_size": dist.get_world_size()}
@@ -168,37 +171,38 @@ def torchtitan_step(flags, n_rows):
     titan.step = 1
     titan.train_context = dist_utils.get_train_context(args.tp > 1)
     titan.maybe_enable_amp = dist_utils.maybe_enable_amp(titan.parallel_dims, "float32", "cpu")
-    batch, labels = inputs
-    return lambda: titan.train_step(iter([({"input": batch}, labels)])), config
+    return lambda: titan.train_step(iter([({"input": inputs}, labels)]))
 
 
-def measure(make_step, flags, n_rows, n_steps):
-    """Seconds and seconds of CPU time of a step of this rank."""
-    step, _ = make_step(flags, n_rows)
-    for _ in range(2):
+def measure(flags, n_rows, n_steps, makers):
+    """Seconds and seconds of CPU time of each step, which alternate, and the ceiling in between.
+
+    Returns: float (n_steps, makers, 2), and FLOPs in a second of CPU time of one thread (n_steps,).
+    """
+    logging.disable(logging.INFO)  # torchtitan's
+    args, config = read_flags(flags)
+    x, w = torch.randn(n_rows * args.seq_len, config.dim), torch.randn(config.dim, config.ffn_dim)
+    steps, times, ceilings = [make(flags, n_rows) for make in makers], [], []
+    for step in steps:
         step()
-    dist.barrier()
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    for _ in range(n_steps):
-        step()
-    cpu_s = time.process_time() - start_cpu_s
-    dist.barrier()
-    return (time.perf_counter() - start_s) / n_steps, cpu_s / n_steps
-
-
-def ceiling_flops(config, n_tokens):
-    """FLOPs in a second of CPU time of one thread, multiplying as w1 does."""
-    x, w = torch.randn(n_tokens, config.dim), torch.randn(config.dim, config.ffn_dim)
-    times = []
-    for _ in range(10):
+    for turn in range(n_steps):
+        times.append([None] * len(steps))
+        for i in range(turn, turn + len(steps)):  # each comes first in turn
+            dist.barrier()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
+            steps[i % len(steps)]()
+            cpu_s = time.process_time() - start_cpu_s
+            dist.barrier()
+            times[-1][i % len(steps)] = time.perf_counter() - start_s, cpu_s
         start_s = time.process_time()
-        x @ w
-        times.append(time.process_time() - start_s)
-    return 2 * n_tokens * w.numel() / min(times)
+        for _ in range(5):
+            x @ w  # as w1 does
+        ceilings.append(5 * 2 * len(x) * w.numel() / (time.process_time() - start_s))
+    return torch.tensor(times), torch.tensor(ceilings)
 
 
 def profile(flags, n_rows):
-    step, _ = our_step(flags, n_rows)
+    step = our_step(flags, n_rows)
     for _ in range(3):
         step()
     with torch.profiler.profile() as profiler:
@@ -225,8 +229,7 @@ def print_parts(flags, n_rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--size", choices=SIZES, default="debug")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--torchtitan", action="store_true", help="two more columns")
     parser.add_argument("--profile", choices=CASES, help="instead of the table")
@@ -236,46 +239,28 @@ def main():
         n_ranks, flags = CASES[args.profile]
         print(run_ranks(n_ranks, profile, f"{size} {flags}", n_rows, timeout_s=600)[0])
         return
-    job_args, config = train.read_flags(size.split(), train.Hardware("cpu", None, None), 1)
-    n_tokens, seen = n_rows * job_args.seq_len, defaultdict(list)
-    flops = n_tokens * model.flops_per_token(config, job_args.seq_len)
-    cases = {"plain loop": (1, plain_step, "")}
+    heads = ["", "tokens/s a rank", "of the plain loop", "by CPU time", "of the ceiling"]
+    heads += ["of torchtitan", "by CPU time"] * args.torchtitan
+    print(f"| {' | '.join(heads)} |\n| --- {'| ---: ' * (len(heads) - 1)}|")
     for name in args.cases:
         n_ranks, flags = CASES[name]
-        cases[name] = (n_ranks, our_step, flags)
+        makers = [plain_step, our_step]
         if args.torchtitan and name in BESIDE:
-            cases[f"{name}, torchtitan"] = (n_ranks, torchtitan_step, flags)
-    for _ in range(args.rounds):
-        seen["ceiling"].append(ceiling_flops(config, n_tokens))
-        for name, (n_ranks, make_step, flags) in cases.items():
-            task = (measure, make_step, f"{size} {flags}", n_rows, args.steps)
-            ranks = run_ranks(n_ranks, *task, timeout_s=900)
-            # tokens of a second, per rank, and of a second of CPU time
-            seen[name].append(
-                (n_tokens / ranks[0][0] / n_ranks, n_tokens / sum(c for _, c in ranks))
-            )
-    ceiling = statistics.median(seen.pop("ceiling"))
-    print(f"ceiling {ceiling / 1e9:.1f} GFLOPs a second and thread; {args.rounds} rounds\n")
-
-    def ratio(name, other, i):
-        """The median over the rounds; i: 0 by the clock, 1 by CPU time."""
-        pairs = zip(seen[name], seen.get(other, []), strict=other in seen)
-        ratios = [mine[i] / theirs[i] for mine, theirs in pairs]
-        return f"{statistics.median(ratios):.2f}" if ratios else ""
-
-    heads = ["", "tokens/s a rank", "of the plain loop", "tokens per CPU s", "of it"]
-    heads += ["of the ceiling", *["of torchtitan", "of its tokens per CPU s"] * args.torchtitan]
-    print(f"| {' | '.join(heads)} |\n| --- {'| ---: ' * (len(heads) - 1)}|")
-    for name, rates in seen.items():
-        if name.endswith("torchtitan"):
-            continue
-        cells = [name]
-        for i in (0, 1):
-            median = statistics.median(rate[i] for rate in rates)
-            cells += [f"{median:,.0f}", ratio(name, "plain loop", i)]
-        cells.append(f"{median * flops / n_tokens / ceiling:.0%}")
-        cells += [ratio(name, f"{name}, torchtitan", i) for i in (0, 1) if args.torchtitan]
-        print(f"| {' | '.join(cells)} |")
+            makers.append(torchtitan_step)
+        task = (measure, f"{size} {flags}", n_rows, args.steps, makers)
+        ranks = run_ranks(n_ranks, *task, timeout_s=1800)
+        times, (_, ceilings) = torch.stack([times for times, _ in ranks]).mean(0), ranks[0]
+        plain, ours = times[:, 0], times[:, 1] * n_ranks  # (steps, 2), for a rank's share
+        job_args, config = train.read_flags(size.split(), train.Hardware("cpu", None, None), 1)
+        n_tokens = n_rows * job_args.seq_len
+        flops = n_tokens * model.flops_per_token(config, job_args.seq_len)
+        cells = [f"{n_tokens / ours[:, 0].median():,.0f}"]
+        cells += [f"{ratio:.2f}" for ratio in (plain / ours).median(0).values]
+        cells.append(f"{(flops / ours[:, 1] / ceilings).median():.0%}")
+        if torchtitan := times[:, 2:].unbind(1):
+            cells += [f"{ratio:.2f}" for ratio in (torchtitan[0] * n_ranks / ours).median(0).values]
+        cells += [""] * (len(heads) - 1 - len(cells))
+        print(f"| {' | '.join([name, *cells])} |", flush=True)
     print()
     print_parts(size, n_rows)
 
