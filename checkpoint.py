@@ -1029,13 +1029,18 @@ def main(argv=None):
     args = parse_args(argv)
     warnings.filterwarnings("ignore", "torch.distributed is")  # not initialised: none is needed
     try:
+        flag = "CKPT" if args.command == "inspect" else "--from"
+        path = find_checkpoint(flag, args.checkpoint)
+        if (path / "config.json").is_file():
+            raise ValueError(
+                f"{flag} {path} conflicts with what is there: a Hugging Face folder, for train.py "
+                "--init-from alone: give a checkpoint, or the --out of a run that saved one"
+            )
         if args.command == "inspect":
-            path = find_checkpoint("CKPT", args.checkpoint)
             if path != Path(args.checkpoint):  # a run's folder
                 print_steps(path.parent)
             print_contents(path)
         else:
-            path = find_checkpoint("--from", args.checkpoint)
             export(path, args.to, kind=args.format, dtype=DTYPES[args.dtype])
     except ValueError as error:
         sys.exit(f"checkpoint.py: {error}")

@@ -723,10 +723,14 @@ def test_an_export_is_whole_or_absent_and_overwrites_nothing(tmp_path, tied_run,
 
 @pytest.mark.parametrize("command", [("inspect",), ("export", "--to", "x", "--from")])
 def test_what_is_no_checkpoint_is_told_in_one_line(tmp_path, capsys, command):
+    pytest.importorskip("safetensors")  # without it a Hugging Face folder is refused for that
     half_deleted = tmp_path / "step-00000005.tmp-deleted"
     half_deleted.mkdir()
     (half_deleted / ".metadata").write_text("")
-    for path in (half_deleted, tmp_path / "no"):
+    of_others = tmp_path / "hugging-face"
+    of_others.mkdir()
+    (of_others / "config.json").write_text("{}")
+    for path in (half_deleted, tmp_path / "no", of_others):
         status, _, error = run_tool(capsys, *command, path)
         assert status == 1 and f"{path} conflicts with what is there" in error
 
