@@ -774,8 +774,10 @@ def apply_fsdp(stage, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
     Source:  paper §2.1.2, §2.2.4, B.1, B.2 and B.7.
     """
     is_alone = mesh["shards"].size() * mesh["dp_replicate"].size() == 1
-    dtype = next(stage.parameters()).dtype
-    if is_alone and param_dtype == reduce_dtype == dtype and not cpu_offload:
+    dtypes = {param_dtype, reduce_dtype, *(parameter.dtype for parameter in stage.parameters())}
+    # weights that float8 gathers are of a type of their own
+    is_plain = len(dtypes) == 1 and all(type(p) is nn.Parameter for p in stage.parameters())
+    if is_alone and is_plain and not cpu_offload:
         return
     # the outputs of tp are views of DTensors, which is wrong only for who changes them in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")

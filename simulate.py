@@ -59,6 +59,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -685,7 +686,9 @@ def trace_rank(args, config, rank):
 
 def describe_weight(name, weight):
     """Full shape, split and local shape of a parameter."""
-    axes = zip(weight.device_mesh.mesh_dim_names, weight.placements, strict=True)
+    axes = []
+    if isinstance(weight, DTensor):  # else it is whole, and FSDP has nothing to do with it
+        axes = zip(weight.device_mesh.mesh_dim_names, weight.placements, strict=True)
     split = {axis: placement.dim for axis, placement in axes if not placement.is_replicate()}
     local_shape = [*parallel.local_tensor(weight).shape]
     return {"name": name, "shape": [*weight.shape], "split": split, "local_shape": local_shape}

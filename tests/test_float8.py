@@ -346,7 +346,7 @@ def weight_scales(degrees, precompute):
         float8.precompute_float8_scales([model])
     scales = {}
     for name, parameter in model.named_parameters():
-        local = parameter.to_local()
+        local = parallel.local_tensor(parameter)
         if hasattr(parameter._local_tensor, "fsdp_pre_all_gather"):
             local = parameter._local_tensor
             (data,), (scale,) = local.fsdp_pre_all_gather(mesh["fsdp"])
@@ -438,7 +438,8 @@ def train_two_steps(degrees, cases, n_chunks):
                 total += loss.detach()
             dist.all_reduce(total, group=mesh["data"].get_group())
             losses.append(total.item())
-            gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+            weights = model.named_parameters()
+            gradients = {name: parallel.whole_tensor(weight.grad) for name, weight in weights}
             optimizer.step()
         results.append((losses, gradients))
     return results

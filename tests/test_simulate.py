@@ -75,7 +75,7 @@ def real_step(flags):
     gradients, sent = [], Counter()
     parameters = job.parameters
     job.optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(sum(p.grad.to_local().nbytes for p in parameters))
+        lambda *_: gradients.append(sum(parallel.local_tensor(p.grad).nbytes for p in parameters))
     )
     make_operation = dist.P2POp.__init__
 
@@ -119,7 +119,7 @@ def real_step(flags):
     states = [job.optimizer.state[p] for p in parameters]
     held = [parallel.local_tensor(t) for state in states for t in state.values()]
     state_bytes = {
-        "parameters": sum(p.to_local().nbytes for p in parameters),
+        "parameters": sum(parallel.local_tensor(p).nbytes for p in parameters),
         "gradients": gradients[0],
         "optimizer": sum(t.nbytes for t in held),
     }
