@@ -134,7 +134,6 @@ from torch.utils.checkpoint import (
 #     torch.distributed._functional_collectives                collectives that autograd knows
 #     torch.distributed._functional_collectives._maybe_view_chunk_cat   how a gather is put together
 #     torch.distributed.fsdp._fully_shard._fsdp_common         two meshes in one unit of FSDP
-#     torch.distributed.tensor.DTensor.__create_chunk_list__   where this rank's part begins
 #     torch.distributed._symmetric_memory                      and the next: asynchronous tp
 #     torch._inductor.config._micro_pipeline_tp
 #     torch.distributed.algorithms._checkpoint.checkpoint_wrapper  saves a block's input alone
@@ -846,14 +845,23 @@ def named_biases(stage):
             yield name.replace("_checkpoint_wrapped_module.", ""), buffer
 
 
+def held_range(tensor, dim):
+    """Which indices of `dim` this rank holds of an evenly split DTensor: a range."""
+    held = range(tensor.shape[dim])
+    axes = list(enumerate(tensor.placements)) if isinstance(tensor, DTensor) else []
+    for axis, placement in reversed(axes):  # the innermost axis has cut first
+        if not placement.is_replicate() and placement.dim == dim:
+            n = len(held) // tensor.device_mesh.size(axis)
+            first = n * tensor.device_mesh.get_local_rank(axis)
+            held = held[first : first + n]
+    return held
+
+
 def draw_experts(name, parameter, draw):
     """Fill this rank's part of (E, out, in), expert by expert: it draws those that it holds."""
-    first, row = 0, 0  # where it begins
-    if isinstance(parameter, DTensor):
-        (held,) = parameter.__create_chunk_list__()  # as DCP, too, takes it to lie
-        first, row, _ = held.offsets
-    for number, part in enumerate(local_tensor(parameter), start=first):
-        part.copy_(draw(f"{name}.{number}", parameter.shape[1:])[row : row + len(part)])
+    rows = held_range(parameter, 1)
+    for number, part in zip(held_range(parameter, 0), local_tensor(parameter), strict=True):
+        part.copy_(draw(f"{name}.{number}", parameter.shape[1:])[rows.start : rows.stop])
 
 
 @torch.no_grad()
