@@ -1009,6 +1009,7 @@ def export(path, to, *, kind, dtype):
 
 
 def parse_args(argv):
+    """The tool's flags: inspect CKPT, or export --from CKPT --to FOLDER."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     ckpt = {"metavar": "CKPT", "help": "a folder step-..., or a run's --out, for its newest"}
@@ -1026,6 +1027,7 @@ def parse_args(argv):
 
 
 def main(argv=None):
+    """Look at a checkpoint or export its weights, in one process; what is wrong, in one line."""
     args = parse_args(argv)
     warnings.filterwarnings("ignore", "torch.distributed is")  # not initialised: none is needed
     try:

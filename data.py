@@ -732,6 +732,7 @@ class BatchLoader:
 
 
 def main():
+    """Tokenise a text into a folder of token shards."""
     parser = argparse.ArgumentParser(
         description="Tokenise text ahead of training, on all CPUs; then train with the same "
         "--tokenizer and --data OUT.",

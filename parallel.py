@@ -754,8 +754,8 @@ def apply_fsdp(stage, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
              replicated over dp_replicate (HSDP). It is gathered in `param_dtype` just before its
              unit runs, and its gradient is summed in `reduce_dtype`; master weights stay float32.
              Experts are sharded over efsdp instead (`expert_placement`), in the same unit.
-             Nothing changes where there is nothing to shard, to sum or to cast: FSDP would copy
-             every parameter once a step, and every gradient twice.
+             A stage with nothing to shard, to sum or to cast is left alone: FSDP would copy every
+             parameter once a step, and every gradient twice.
     Units:   tok_embeddings | each block | norm with output. Tied embeddings: blocks | the rest.
     Freed:   by `reshard`. `always` frees a unit's gathered weights when its forward ends and
              gathers them again for its backward; `never` keeps them from forward to backward;
@@ -772,11 +772,12 @@ def apply_fsdp(stage, mesh, *, param_dtype, reduce_dtype, reshard, cpu_offload):
              an all-reduce of the shard; at degree 1 only the casts, and copies.
     Source:  paper §2.1.2, §2.2.4, B.1, B.2 and B.7.
     """
-    is_alone = mesh["shards"].size() * mesh["dp_replicate"].size() == 1
-    dtypes = {param_dtype, reduce_dtype, *(parameter.dtype for parameter in stage.parameters())}
-    # weights that float8 gathers are of a type of their own
-    is_plain = len(dtypes) == 1 and all(type(p) is nn.Parameter for p in stage.parameters())
-    if is_alone and is_plain and not cpu_offload:
+    # what tp has split, and weights that float8 gathers, have types of their own
+    is_plain = all(
+        type(p) is nn.Parameter and p.dtype == param_dtype == reduce_dtype
+        for p in stage.parameters()
+    )
+    if is_plain and mesh["hsdp"].size() == 1 and not cpu_offload:
         return
     # the outputs of tp are views of DTensors, which is wrong only for who changes them in place
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")

@@ -720,6 +720,7 @@ def draw_svg(rows, title, unit="forwards"):
 
 
 def parse_args():
+    """The tool's flags: which schedule, how large, and where to draw or write it."""
     parser = argparse.ArgumentParser(
         description="Draw a pipeline schedule: each rank's time line, the bubble and the memory.",
         allow_abbrev=False,
@@ -737,6 +738,7 @@ def parse_args():
 
 
 def main(args):
+    """Print the schedule's time line and figures; draw and write it where that is asked for."""
     shape = (args.pp_schedule, args.pp, args.n_microbatches, args.stages_per_rank)
     rows = timeline(*shape)
     stages_per_rank = count_stages(args.pp_schedule, args.pp, args.stages_per_rank) / args.pp

@@ -194,9 +194,14 @@ def start(args, job, draw=None):
     draw = draw or partial(
         model.draw_weight, config=job.config, seed=args.seed, device=weight_device
     )
-    devices = {"device": job.device, "weight_device": weight_device}
     for stage in job.stages:  # after tp and FSDP, so that no rank holds the whole model
-        parallel.materialise(stage, draw=draw, positions=job.positions, **devices)
+        parallel.materialise(
+            stage,
+            device=job.device,
+            weight_device=weight_device,
+            draw=draw,
+            positions=job.positions,
+        )
     is_compiled = args.compile and not job.loss_parallel
     loss_fn = parallel.build_loss(job.stages[-1], args.loss_chunks, args.tp, compile=is_compiled)
     schedule = None
@@ -228,7 +233,8 @@ def build_optimizer(args, parameters):
     Another one joins OPTIMIZERS and the `if` below, and keeps this contract:
 
     1. It is one torch.optim.Optimizer of all `parameters`, which are DTensors, split as FSDP and tp
-       have them; so are their clipped gradients. step(closure=None) runs once a global batch.
+       have them, or plain where both had nothing to do; so are their clipped gradients.
+       step(closure=None) runs once a global batch.
     2. Each step sets the lr of a group to `lr_at` times its "lr_scale", 1 if the group has none.
     3. What needs a whole matrix gathers it (`parallel.whole_tensor`), on all ranks in one order.
     4. Its state are tensors, per parameter and slot: of the parameter's shape and split, or 0-d.
@@ -471,9 +477,7 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
     signals = watch.catch_signals()
 
     # 5. The loop
-    sizes = {"local_batch_size": args.local_batch_size}
-    step_options = sizes | {"max_norm": args.max_norm}
-    val_options = sizes | {"seq_len": seq_len, "val_steps": args.val_steps}
+    local_batch_size = args.local_batch_size
     step, is_last, read_stats = done, False, None
     try:
         while not is_last:
@@ -483,7 +487,14 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
                 group["lr"] = lr * group.get("lr_scale", 1.0)
             inputs, labels = loader.get()
             metrics.data_s += loader.wait_s
-            stats = train_step(job, inputs, labels, wants_stop=bool(signals), **step_options)
+            stats = train_step(
+                job,
+                inputs,
+                labels,
+                local_batch_size=local_batch_size,
+                max_norm=args.max_norm,
+                wants_stop=bool(signals),
+            )
             metrics.loss_sum += stats[0]
             is_last = step == steps
             if read_stats is not None:  # of the step before: the host is one ahead, and waits here
@@ -506,7 +517,10 @@ def pretrain(args, config, device, hardware, *, tokens, val_tokens):
             if step == 1 or is_due(step, args.log_every) or do_eval or is_last:
                 watch.check_finite(step, read_stats(), job.weights)
                 now_s = time.perf_counter()  # before the evaluation, which is not counted
-                val_loss = evaluate(job, val_tokens, **val_options) if do_eval else None
+                val_loss = None
+                if do_eval:
+                    val_loss = evaluate(job, val_tokens, seq_len=seq_len, val_steps=args.val_steps,
+                                        local_batch_size=local_batch_size)  # fmt: skip
                 seen = loader.position * seq_len
                 metrics.log(step, read_stats(), lr=lr, tokens=seen, now_s=now_s, val_loss=val_loss)
 
@@ -1102,12 +1116,19 @@ def check_args(args, config, hardware, world_size):
     )
     if args.float8:
         rows = args.microbatch_size if pp > 1 else args.local_batch_size
-        sizes = {"linear_names": model.linear_names(config), "n_tokens": rows * seq_len // cp}
-        float8.check_float8_fits(args.float8, skip=args.float8_filter, **sizes)
+        float8.check_float8_fits(
+            args.float8,
+            skip=args.float8_filter,
+            linear_names=model.linear_names(config),
+            n_tokens=rows * seq_len // cp,
+        )
     n_data = args.dp_replicate * args.dp_shard
     data.check_batch(args.global_batch_size, args.local_batch_size, n_data)
-    records = {"tensorboard": args.tensorboard, "memory_snapshot": args.memory_snapshot}
-    watch.check_records(**records, device_type=device_type)
+    watch.check_records(
+        tensorboard=args.tensorboard,
+        memory_snapshot=args.memory_snapshot,
+        device_type=device_type,
+    )
     has_begun = checkpoint.check_out(Path(args.out))
     if args.init_from and not has_begun:
         checkpoint.check_init_from(args.init_from, dataclasses.asdict(config))

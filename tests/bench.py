@@ -239,6 +239,9 @@ def main():
         n_ranks, flags = CASES[args.profile]
         print(run_ranks(n_ranks, profile, f"{size} {flags}", n_rows, timeout_s=600)[0])
         return
+    job_args, config = train.read_flags(size.split(), train.Hardware("cpu", None, None), 1)
+    n_tokens = n_rows * job_args.seq_len
+    flops = n_tokens * model.flops_per_token(config, job_args.seq_len)
     heads = ["", "tokens/s a rank", "of the plain loop", "by CPU time", "of the ceiling"]
     heads += ["of torchtitan", "by CPU time"] * args.torchtitan
     print(f"| {' | '.join(heads)} |\n| --- {'| ---: ' * (len(heads) - 1)}|")
@@ -251,9 +254,6 @@ def main():
         ranks = run_ranks(n_ranks, *task, timeout_s=1800)
         times, (_, ceilings) = torch.stack([times for times, _ in ranks]).mean(0), ranks[0]
         plain, ours = times[:, 0], times[:, 1] * n_ranks  # (steps, 2), for a rank's share
-        job_args, config = train.read_flags(size.split(), train.Hardware("cpu", None, None), 1)
-        n_tokens = n_rows * job_args.seq_len
-        flops = n_tokens * model.flops_per_token(config, job_args.seq_len)
         cells = [f"{n_tokens / ours[:, 0].median():,.0f}"]
         cells += [f"{ratio:.2f}" for ratio in (plain / ours).median(0).values]
         cells.append(f"{(flops / ours[:, 1] / ceilings).median():.0%}")

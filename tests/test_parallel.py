@@ -836,8 +836,8 @@ def test_a_pipeline_sends_an_activation_and_its_gradient_per_microbatch_and_noth
         assert found["step"] == {("send", T * D): B, ("recv", T * D): B}
 
 
-def wrapped_names(flags):
-    """Which modules of a rank FSDP has in hand, and whether its parameters are DTensors."""
+def count_wrapped(flags):
+    """How many modules of a rank FSDP has in hand, and whether its parameters are DTensors."""
     _, job = make_job(f"{parity.BASE} {flags}")
     modules = [module for stage in job.stages for module in stage.modules()]
     are_dtensors = {isinstance(parameter, DTensor) for parameter in job.parameters}
@@ -846,12 +846,12 @@ def wrapped_names(flags):
 
 def test_fsdp_leaves_a_stage_alone_where_there_is_nothing_to_shard_to_sum_or_to_cast():
     fp32 = "--param-dtype fp32 --reduce-dtype fp32"
-    assert run_ranks(1, wrapped_names, fp32) == [(0, False)]
-    assert run_ranks(2, wrapped_names, f"{fp32} --pp 2") == [(0, False)] * 2
+    assert run_ranks(1, count_wrapped, fp32) == [(0, False)]
+    assert run_ranks(2, count_wrapped, f"{fp32} --pp 2") == [(0, False)] * 2
     wrapped = L + 4, True  # embedding, blocks, norm, output, the root
     for flags in ("--param-dtype bf16 --reduce-dtype fp32", f"{fp32} --cpu-offload"):
-        assert run_ranks(1, wrapped_names, flags) == [wrapped]
-    assert run_ranks(2, wrapped_names, f"{fp32} --tp 2") == [wrapped] * 2
+        assert run_ranks(1, count_wrapped, flags) == [wrapped]
+    assert run_ranks(2, count_wrapped, f"{fp32} --tp 2") == [wrapped] * 2
 
 
 def test_units_are_freed_after_forward_as_reshard_says():

@@ -325,9 +325,7 @@ def test_the_profile_has_a_trace_per_rank_with_the_steps_asked_for(folder):
         assert len(steps) == 2
 
 
-@pytest.mark.parametrize(
-    "done, traced", [(0, {3, 4}), (2, {3, 4}), (3, {4}), (4, None)]
-)
+@pytest.mark.parametrize("done, traced", [(0, {3, 4}), (2, {3, 4}), (3, {4}), (4, None)])
 def test_a_resumed_run_profiles_what_is_left_of_the_steps(tmp_path, monkeypatch, done, traced):
     monkeypatch.setattr(watch.dist, "get_rank", lambda: 0)
     profiler = watch.start_profiler(tmp_path, "3:4", done)
