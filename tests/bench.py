@@ -21,6 +21,7 @@ import logging
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,6 +102,7 @@ def plain_step(flags, n_rows):
 
 
 def per_rank(flags, n_rows):
+    """Sequences of a data rank."""
     return n_rows // 2 if "--dp-shard" in flags else n_rows
 
 
@@ -234,6 +236,8 @@ def main():
     parser.add_argument("--torchtitan", action="store_true", help="two more columns")
     parser.add_argument("--profile", choices=CASES, help="instead of the table")
     args = parser.parse_args()
+    if args.torchtitan and find_spec("torchtitan") is None:
+        parser.error("--torchtitan needs its package: pip install torchtitan==0.2.2")
     size, n_rows = SIZES[args.size]
     if args.profile:
         n_ranks, flags = CASES[args.profile]
